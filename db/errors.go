@@ -1,0 +1,55 @@
+package db
+
+import (
+	"context"
+	"errors"
+	"net"
+
+	"github.com/jackc/pgx/v5/pgconn"
+)
+
+// Code is the SQLSTATE of an error PostgreSQL answered with, or "".
+func Code(err error) string {
+	var pg *pgconn.PgError
+	if errors.As(err, &pg) {
+		return pg.Code
+	}
+	return ""
+}
+
+// IsLockTimeout says that a statement gave up waiting for a row lock. Its transaction changed nothing.
+func IsLockTimeout(err error) bool { return Code(err) == "55P03" }
+
+// IsRetryable says that the transaction lost a deadlock or a serialization conflict: it changed nothing and may run again.
+func IsRetryable(err error) bool {
+	c := Code(err)
+	return c == "40P01" || c == "40001"
+}
+
+// IsConnection says that there is no database to talk to, or that the connection broke: when the error comes
+// from a commit, nobody knows whether it happened.
+func IsConnection(err error) bool {
+	if err == nil {
+		return false
+	}
+	switch c := Code(err); {
+	case c == "":
+		var connect *pgconn.ConnectError
+		var network net.Error
+		return errors.As(err, &connect) || errors.As(err, &network) || errors.Is(err, net.ErrClosed) ||
+			errors.Is(err, context.DeadlineExceeded) || pgconn.SafeToRetry(err) || pgconn.Timeout(err) || unexpected(err)
+	case c[:2] == "08", c == "57P01", c == "57P02", c == "57P03", c == "53300", c == "25006":
+		// connection exceptions, the server going down or starting, no slot left, a read-only standby
+		return true
+	}
+	return false
+}
+
+// Text is an error for the log: bounded, because encoding errors of pgx print whole arguments.
+func Text(err error) string {
+	s := err.Error()
+	if len(s) > 500 {
+		s = s[:500] + "…"
+	}
+	return s
+}

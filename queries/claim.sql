@@ -1,0 +1,165 @@
+-- name: ClaimPartitions :many
+-- Leases partitions to the slots of the flush and returns their messages' segments.
+-- A list is one pool of candidates: a group (scan), or one partition of a group (hints only). Lists of single partitions come first.
+-- Candidates are dealt to the slots of a list in turn, so that no slot goes empty while another takes two.
+-- Every list returns at least one row: seen = candidates looked at, stale = those that had nothing to deliver.
+-- A claim never waits: rows that another session holds are passed over, and the holder wakes whom it leaves work for.
+with list as materialized (
+    select l.list_no::int as list_no, g.id as group_id, q.lease_time, q.delayed_processing, q.window_buffer,
+           l.from_partition::bigint as from_partition, l.scan::boolean as scan, l.index_first::boolean as index_first, l.want::bigint as want, l.slots::int as slots
+    from rows from (unnest(@list_nos::int[]), unnest(@list_groups::int[]), unnest(@list_froms::bigint[]), unnest(@list_scans::boolean[]),
+                    unnest(@list_index_firsts::boolean[]), unnest(@list_wants::bigint[]), unnest(@list_slots::int[]))
+         as l (list_no, group_id, from_partition, scan, index_first, want, slots)
+    join ferrymq.groups g on g.id = l.group_id::int and g.deleted_at is null
+    join ferrymq.queues q on q.id = g.queue_id and q.deleted_at is null
+), hinted as materialized (
+    select l.list_no, c.group_id, c.partition_id, c.committed, h.n
+    from rows from (unnest(@hint_lists::int[]), unnest(@hint_partitions::bigint[])) with ordinality as h (list_no, partition_id, n)
+    join list l on l.list_no = h.list_no::int
+    join ferrymq.cursors c on c.group_id = l.group_id and c.partition_id = h.partition_id::bigint
+    where c.pending
+      and (c.not_before is null or c.not_before <= clock_timestamp())
+      and (c.lease_until is null or c.lease_until < clock_timestamp())
+    for no key update of c skip locked
+), above as materialized (
+    select l.list_no, l.group_id, s.partition_id, s.committed
+    from list l
+    cross join lateral (
+        select c.partition_id, c.committed from ferrymq.cursors c
+        where c.group_id = l.group_id and c.pending and c.not_before is null and c.partition_id > l.from_partition
+          and (c.lease_until is null or c.lease_until < clock_timestamp())
+        order by c.partition_id
+        limit case when l.index_first then l.want else greatest(l.want - (select count(*) from hinted h where h.list_no = l.list_no), 0) end
+        for no key update skip locked
+    ) s
+    where l.scan
+), below as materialized (
+    select l.list_no, l.group_id, s.partition_id, s.committed
+    from list l
+    cross join lateral (
+        select c.partition_id, c.committed from ferrymq.cursors c
+        where c.group_id = l.group_id and c.pending and c.not_before is null and c.partition_id <= l.from_partition
+          and (c.lease_until is null or c.lease_until < clock_timestamp())
+        order by c.partition_id
+        limit greatest(l.want - (select count(*) from above a where a.list_no = l.list_no)
+                              - case when l.index_first then 0 else (select count(*) from hinted h where h.list_no = l.list_no) end, 0)
+        for no key update skip locked
+    ) s
+    where l.scan
+), candidate as materialized (
+    -- A transaction does not skip its own locks: the same cursor may come from two sources.
+    select distinct on (u.group_id, u.partition_id) u.list_no, u.group_id, u.partition_id, u.committed, u.source, u.place
+    from (
+        select h.list_no, h.group_id, h.partition_id, h.committed, 1 as source, h.n as place from hinted h
+        union all
+        select a.list_no, a.group_id, a.partition_id, a.committed, 2, a.partition_id from above a
+        union all
+        select b.list_no, b.group_id, b.partition_id, b.committed, 3, b.partition_id from below b
+    ) u
+    order by u.group_id, u.partition_id, u.list_no, u.source
+), looked as materialized (
+    select k.list_no, k.group_id, k.partition_id, k.source, k.place, k.committed, l.index_first, l.slots, l.lease_time,
+           p.public_id, p.name, p.next_offset, greatest(k.committed, p.first_offset)::bigint as start_offset,
+           case when l.window_buffer > 0 and p.last_push_at > clock_timestamp() - l.window_buffer * interval '1 second' then 0
+                when l.delayed_processing > 0 then (
+                    select coalesce(max(s.base_offset + s.count), 0) from ferrymq.segments s
+                    where s.partition_id = k.partition_id and s.created_at <= clock_timestamp() - l.delayed_processing * interval '1 second'
+                      and s.base_offset < greatest(k.committed, p.first_offset) + 10000
+                      and s.base_offset > greatest(k.committed, p.first_offset) - 1000)
+                else p.next_offset end - greatest(k.committed, p.first_offset) as available,
+           l.window_buffer, l.delayed_processing, p.last_push_at
+    from candidate k
+    join list l on l.list_no = k.list_no
+    join ferrymq.partitions p on p.id = k.partition_id
+), numbered as (
+    select k.*, row_number() over (partition by k.list_no order by case when k.index_first and k.source = 1 then 9 else k.source end, k.place) - 1 as nth
+    from looked k
+    where k.available > 0
+), slot as materialized (
+    select s.slot_no::int as slot_no, s.list_no::int as list_no, s.nth::int as nth, s.lease_id::uuid as lease_id, s.budget::bigint as budget,
+           s.parts::bigint as parts, s.lease_seconds::int as lease_seconds, s.auto_ack::boolean as auto_ack, s.discovery::boolean as discovery
+    from rows from (unnest(@slot_nos::int[]), unnest(@slot_lists::int[]), unnest(@slot_nths::int[]), unnest(@slot_leases::uuid[]), unnest(@slot_budgets::bigint[]),
+                    unnest(@slot_parts::bigint[]), unnest(@slot_seconds::int[]), unnest(@slot_auto_acks::boolean[]), unnest(@slot_discoveries::boolean[]))
+         as s (slot_no, list_no, nth, lease_id, budget, parts, lease_seconds, auto_ack, discovery)
+), dealt as (
+    select n.list_no, n.group_id, n.partition_id, n.public_id, n.name, n.start_offset, n.next_offset, n.lease_time, n.nth,
+           s.slot_no, s.lease_id, s.budget, s.lease_seconds, s.auto_ack, s.discovery, n.available,
+           coalesce(sum(n.available) over (partition by n.list_no, s.nth order by n.nth rows between unbounded preceding and 1 preceding), 0) as used
+    from numbered n
+    join slot s on s.list_no = n.list_no and s.nth = n.nth % n.slots and n.nth / n.slots < s.parts
+), taken as materialized (
+    select d.*, least(d.available, d.budget - d.used)::bigint as take
+    from dealt d
+    where d.used < d.budget
+), drained as materialized (
+    -- Cleared only under the partition's lock, with the tail read under it, who holds that lock marks again or has drained it himself.
+    select p.id, k.group_id
+    from looked k
+    join ferrymq.partitions p on p.id = k.partition_id
+    where k.available <= 0 and p.next_offset <= k.start_offset
+    for no key update of p skip locked
+), change as (
+    select t.group_id, t.partition_id, true as claimed, t.start_offset, t.take, t.lease_id, t.auto_ack,
+           case when t.lease_seconds > 0 then t.lease_seconds else t.lease_time end as seconds, null::timestamptz as due, false as drained
+    from taken t
+    union all
+    select k.group_id, k.partition_id, false, k.start_offset, 0, null, false, 0,
+           case when k.next_offset <= k.start_offset then null
+                when k.window_buffer > 0 and k.last_push_at > clock_timestamp() - k.window_buffer * interval '1 second'
+                     then k.last_push_at + k.window_buffer * interval '1 second'
+                else (select s.created_at from ferrymq.segments s where s.partition_id = k.partition_id and s.base_offset <= k.start_offset
+                      order by s.base_offset desc limit 1) + k.delayed_processing * interval '1 second' end,
+           exists (select from drained d where d.id = k.partition_id and d.group_id = k.group_id)
+    from looked k
+    where k.available <= 0
+), changed as (
+    update ferrymq.cursors c
+    set committed = case when h.claimed and h.auto_ack then h.start_offset + h.take
+                         when h.claimed or h.drained then h.start_offset else c.committed end,
+        lease_id = case when h.claimed and not h.auto_ack then h.lease_id when not h.claimed and not h.drained then c.lease_id end,
+        lease_until = case when h.claimed and not h.auto_ack then clock_timestamp() + h.seconds * interval '1 second'
+                           when not h.claimed and not h.drained then c.lease_until end,
+        batch_end = case when h.claimed and not h.auto_ack then h.start_offset + h.take when not h.claimed and not h.drained then c.batch_end end,
+        not_before = h.due,
+        pending = not h.drained
+    from change h
+    where c.group_id = h.group_id and c.partition_id = h.partition_id
+    returning c.group_id, c.partition_id, c.lease_until, c.not_before
+), remembered as (
+    insert into ferrymq.leases (lease_id, group_id)
+    select distinct t.lease_id, t.group_id from taken t where t.discovery and not t.auto_ack
+    on conflict do nothing
+), span as (
+    select t.list_no, t.slot_no, t.nth, t.partition_id, t.public_id, t.name, t.start_offset, t.take, t.next_offset, c.lease_until,
+           s.base_offset, s.count, s.key_no, s.codec, s.created_at, s.first_id, s.keys, s.frames
+    from taken t
+    join changed c on c.group_id = t.group_id and c.partition_id = t.partition_id
+    cross join lateral (
+        select g.base_offset, g.count, g.key_no, g.codec, g.created_at, g.first_id, g.keys, g.frames
+        from ferrymq.segments g
+        where g.partition_id = t.partition_id
+          and g.base_offset >= (select b.base_offset from ferrymq.segments b where b.partition_id = t.partition_id and b.base_offset <= t.start_offset
+                                order by b.base_offset desc limit 1)
+          and g.base_offset < t.start_offset + t.take
+        order by g.base_offset
+    ) s
+), summary as (
+    select l.list_no, (select count(*) from looked k where k.list_no = l.list_no)::int as seen,
+           (select count(*) from looked k where k.list_no = l.list_no and k.available <= 0)::int as stale,
+           (select coalesce(max(k.partition_id), 0) from looked k where k.list_no = l.list_no and k.source = 2)::bigint as above_to,
+           (select coalesce(max(k.partition_id), 0) from looked k where k.list_no = l.list_no and k.source = 3)::bigint as below_to,
+           (select min(c.not_before) from changed c where c.group_id = l.group_id) as due
+    from list l
+)
+select m.list_no::int as list_no, m.seen::int as seen, m.stale::int as stale, m.above_to::bigint as above_to, m.below_to::bigint as below_to,
+       coalesce(extract(epoch from m.due - clock_timestamp()) * 1000, -1)::bigint as due_ms,
+       coalesce(s.slot_no, -1)::int as slot_no, coalesce(s.partition_id, 0)::bigint as partition_id,
+       coalesce(s.public_id, '00000000-0000-0000-0000-000000000000')::uuid as public_id, coalesce(s.name, '')::text as name,
+       coalesce(s.start_offset, 0)::bigint as start_offset, coalesce(s.take, 0)::bigint as take, coalesce(s.next_offset, 0)::bigint as next_offset,
+       coalesce(extract(epoch from s.lease_until - clock_timestamp()) * 1000, 0)::bigint as lease_ms,
+       coalesce(s.base_offset, 0)::bigint as base_offset, coalesce(s.count, 0)::int as count, coalesce(s.key_no, 0::smallint)::smallint as key_no,
+       coalesce(s.codec, 0::smallint)::smallint as codec, coalesce(s.created_at, clock_timestamp())::timestamptz as created_at,
+       coalesce(s.first_id, '00000000-0000-0000-0000-000000000000')::uuid as first_id, s.keys, s.frames
+from summary m
+left join span s on s.list_no = m.list_no
+order by m.list_no, s.slot_no, s.nth, s.base_offset;

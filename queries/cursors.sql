@@ -1,0 +1,85 @@
+-- name: CursorGet :one
+select c.committed, c.batch_end, c.lease_id, coalesce(c.lease_until > clock_timestamp(), false)::boolean as live, p.next_offset, p.first_offset
+from ferrymq.cursors c
+join ferrymq.partitions p on p.id = c.partition_id
+where c.group_id = @group_id::int and c.partition_id = @partition_id::bigint;
+
+-- name: CursorCreate :execrows
+-- First contact of a group with one partition. Needs PartitionLock in an earlier statement of the same transaction:
+-- only then no push can commit between this look at the tail and the cursor.
+insert into ferrymq.cursors (group_id, partition_id, committed, pending)
+select @group_id::int, s.id, s.start_offset, s.start_offset < s.next_offset
+from (
+    select p.id, p.next_offset,
+           case when p.last_push_at is null or p.last_push_at < @start_at::timestamptz then p.next_offset
+                else ferrymq.offset_at(p.id, @start_at::timestamptz) end as start_offset
+    from ferrymq.partitions p
+    where p.id = @partition_id::bigint
+) s
+on conflict do nothing;
+
+-- name: LeaseFind :many
+-- The live cursors of a lease this broker did not hand out. The lease id carries its group, a discovery lease (group 0) is looked up.
+select c.group_id, c.partition_id
+from ferrymq.cursors c
+join ferrymq.groups g on g.id = c.group_id and g.deleted_at is null
+join ferrymq.queues q on q.id = g.queue_id and q.deleted_at is null and q.project_id = @project_id::int
+where c.group_id in (select l.group_id from ferrymq.leases l where l.lease_id = @lease_id::uuid union all select @group_id::int)
+  and c.pending and c.not_before is null and c.lease_id = @lease_id::uuid and c.lease_until > clock_timestamp()
+order by c.group_id, c.partition_id;
+
+-- name: ReadyGroups :many
+-- The one re-check for all parked pops: which groups have something to claim, and which only wait for leases to end.
+select g.id::int as id, r.ready::bigint as ready, exists (
+        select from ferrymq.cursors c where c.group_id = g.id::int and c.pending and c.not_before is null) as pending
+from rows from (unnest(@ids::int[]), unnest(@wants::bigint[])) as g (id, want)
+cross join lateral (
+    select count(*) as ready from (
+        select from ferrymq.cursors c
+        where c.group_id = g.id::int and c.pending and c.not_before is null
+          and (c.lease_until is null or c.lease_until < clock_timestamp())
+        limit g.want::bigint) x
+) r;
+
+-- name: ReadyPartitions :many
+-- The same for pops parked on one partition.
+select c.group_id, c.partition_id
+from rows from (unnest(@group_ids::int[]), unnest(@partition_ids::bigint[])) as t (group_id, partition_id)
+join ferrymq.cursors c on c.group_id = t.group_id::int and c.partition_id = t.partition_id::bigint
+where c.pending and (c.not_before is null or c.not_before <= clock_timestamp())
+  and (c.lease_until is null or c.lease_until < clock_timestamp());
+
+-- name: GroupAvailable :one
+-- How many messages a claim of that shape would get now, for a pop that waits to fill its batch.
+select coalesce(sum(x.available), 0)::bigint as available
+from (
+    select p.next_offset - greatest(c.committed, p.first_offset) as available
+    from ferrymq.cursors c
+    join ferrymq.partitions p on p.id = c.partition_id
+    where c.group_id = @group_id::int and c.pending and c.not_before is null
+      and (c.lease_until is null or c.lease_until < clock_timestamp())
+    limit @parts::bigint
+) x;
+
+-- name: PromoteDue :many
+-- Delays, windows and backoffs that are over: back into the index of claimable cursors.
+with due as materialized (
+    select c.group_id, c.partition_id from ferrymq.cursors c
+    where c.not_before <= clock_timestamp()
+    order by c.not_before
+    limit @max::bigint
+    for no key update skip locked
+)
+update ferrymq.cursors c
+set not_before = null
+from due d
+where c.group_id = d.group_id and c.partition_id = d.partition_id
+returning c.group_id, c.partition_id;
+
+-- name: NextDue :one
+-- Milliseconds until the next cursor is due, no row when none waits.
+select (extract(epoch from c.not_before - clock_timestamp()) * 1000)::bigint as ms
+from ferrymq.cursors c
+where c.not_before is not null
+order by c.not_before
+limit 1;

@@ -1,0 +1,90 @@
+-- name: GroupGet :one
+select g.id, g.queue_id, g.name, g.registered, g.start_mode, g.start_at, g.seeded, g.seeded_to
+from ferrymq.groups g
+where g.queue_id = @queue_id::int and g.kind = 0 and g.name = @name::text and g.deleted_at is null;
+
+-- name: GroupCreate :one
+-- Needs QueueLock in the same transaction. A null start_at means this moment.
+insert into ferrymq.groups (queue_id, name, registered, start_mode, start_at, seeded)
+values (@queue_id::int, @name::text, @registered::boolean, @start_mode::text, coalesce(sqlc.narg('start_at')::timestamptz, clock_timestamp()), not @registered::boolean)
+on conflict (queue_id, kind, name) where deleted_at is null do update set name = excluded.name
+returning id, queue_id, name, registered, start_mode, start_at, seeded, seeded_to;
+
+-- name: GroupRegister :execrows
+-- Turns a group that only met partition pops into a registered one. Needs QueueLock in the same transaction.
+update ferrymq.groups g
+set registered = true, seeded = false, seeded_to = 0, start_mode = @start_mode::text,
+    start_at = coalesce(sqlc.narg('start_at')::timestamptz, clock_timestamp())
+where g.id = @id::int and not g.registered;
+
+-- name: GroupLock :one
+-- One seeder at a time, the others go on with their own work.
+select g.id, g.queue_id, g.start_mode, g.start_at, g.seeded_to, g.seeded
+from ferrymq.groups g
+where g.id = @id::int and g.deleted_at is null
+for no key update;
+
+-- name: SeedLock :many
+-- Locks the next partitions to seed, so that a push that has marked but not committed is waited for.
+-- Their tails are read by the next statement: this one's snapshot may be older than the lock.
+select p.id from ferrymq.partitions p
+where p.queue_id = @queue_id::int and p.id > @after::bigint
+order by p.id
+limit @max::bigint
+for no key update;
+
+-- name: SeedCursors :exec
+insert into ferrymq.cursors (group_id, partition_id, committed, pending)
+select @group_id::int, s.id, s.start_offset, s.start_offset < s.next_offset
+from (
+    select p.id, p.next_offset,
+           case when p.last_push_at is null or p.last_push_at < @start_at::timestamptz then p.next_offset
+                when p.created_at >= @start_at::timestamptz then p.first_offset
+                else ferrymq.offset_at(p.id, @start_at::timestamptz) end as start_offset
+    from ferrymq.partitions p
+    where p.id = any(@ids::bigint[])
+) s
+order by s.id
+on conflict do nothing;
+
+-- name: SeedAdvance :exec
+update ferrymq.groups g
+set seeded_to = greatest(g.seeded_to, @seeded_to::bigint), seeded = @seeded::boolean
+where g.id = @id::int;
+
+-- name: DiscoveryRegister :one
+-- The first discovery pop of a group for a scope fixes its start, later ones read it back.
+insert into ferrymq.discovery_groups (project_id, name, namespace, task, start_mode, start_at)
+values (@project_id::int, @name::text, @namespace::text, @task::text, @start_mode::text, coalesce(sqlc.narg('start_at')::timestamptz, clock_timestamp()))
+on conflict (project_id, namespace, task, name) do update set name = excluded.name
+returning start_mode, start_at;
+
+-- name: DiscoveryOf :many
+-- The registrations whose scope covers a queue, oldest first.
+select d.name, d.start_mode, d.start_at
+from ferrymq.discovery_groups d
+where d.project_id = @project_id::int
+  and ((d.namespace = @namespace::text and d.task in ('', @task::text)) or (d.namespace = '' and d.task = @task::text))
+order by d.start_at;
+
+-- name: DiscoveryUnmet :many
+-- Queues in scope where the group is not registered yet.
+select q.id, q.name
+from ferrymq.queues q
+where q.project_id = @project_id::int and q.deleted_at is null
+  and (@namespace::text = '' or q.namespace = @namespace::text) and (@task::text = '' or q.task = @task::text)
+  and not exists (select from ferrymq.groups g where g.queue_id = q.id and g.kind = 0 and g.name = @name::text and g.deleted_at is null and g.registered)
+order by q.id
+limit 1000;
+
+-- name: DiscoveryReady :many
+-- Groups of that name in scope with something to claim, in a rotating order.
+select g.id, g.queue_id, q.name
+from ferrymq.queues q
+join ferrymq.groups g on g.queue_id = q.id and g.kind = 0 and g.name = @name::text and g.deleted_at is null
+where q.project_id = @project_id::int and q.deleted_at is null
+  and (@namespace::text = '' or q.namespace = @namespace::text) and (@task::text = '' or q.task = @task::text)
+  and exists (select from ferrymq.cursors c where c.group_id = g.id and c.pending and c.not_before is null
+              and (c.lease_until is null or c.lease_until < clock_timestamp()))
+order by g.id <= @after::int, g.id
+limit @max::bigint;

@@ -1,0 +1,47 @@
+-- name: PartitionFindMany :many
+-- By queue and name, in no particular order.
+select p.id, p.public_id, p.queue_id, p.name, p.next_offset
+from rows from (unnest(@queue_ids::int[]), unnest(@names::text[])) as t (queue_id, name)
+join ferrymq.partitions p on p.queue_id = t.queue_id::int and not p.hidden and p.name = t.name::text;
+
+-- name: PartitionFindPublic :many
+-- By the id clients know, among the live queues of one project.
+select p.id, p.public_id, p.queue_id, p.name, p.next_offset
+from ferrymq.partitions p
+join ferrymq.queues q on q.id = p.queue_id and q.deleted_at is null and q.project_id = @project_id::int
+where p.public_id = any(@public_ids::uuid[]);
+
+-- name: PartitionLock :one
+select p.id, p.next_offset from ferrymq.partitions p
+where p.id = @id::bigint
+for no key update;
+
+-- name: SegmentKeys :many
+-- What deduplication has to read: the keys of the segments at or after an offset, inside the window.
+select s.base_offset, s.count, s.created_at, s.first_id, s.keys
+from ferrymq.segments s
+where s.partition_id = @partition_id::bigint and s.base_offset >= @from_offset::bigint and s.created_at >= @since::timestamptz
+order by s.base_offset;
+
+-- name: SegmentKeysAt :many
+-- The keys of the segments that cover [from_offset, to_offset), newest first.
+select s.base_offset, s.count, s.created_at, s.first_id, s.keys
+from ferrymq.segments s
+where s.partition_id = @partition_id::bigint
+  and s.base_offset >= (select coalesce(max(b.base_offset), 0) from ferrymq.segments b where b.partition_id = @partition_id::bigint and b.base_offset <= @from_offset::bigint)
+  and s.base_offset < @to_offset::bigint
+order by s.base_offset desc;
+
+-- name: SegmentAt :one
+-- The segment that covers one offset.
+select s.base_offset, s.count, s.key_no, s.codec, s.created_at, s.first_id, s.keys, s.frames
+from ferrymq.segments s
+where s.partition_id = @partition_id::bigint and s.base_offset <= @at_offset::bigint
+order by s.base_offset desc
+limit 1;
+
+-- name: DedupStart :one
+-- Where the memory of a partition has to start reading: the first segment inside the window, and the tail of this snapshot.
+select p.next_offset, ferrymq.offset_at(p.id, @since::timestamptz)::bigint as start_offset
+from ferrymq.partitions p
+where p.id = @id::bigint;
