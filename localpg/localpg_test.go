@@ -8,7 +8,9 @@ import (
 	"io"
 	"os"
 	"os/exec"
+	"os/user"
 	"path/filepath"
+	"strconv"
 	"strings"
 	"sync"
 	"syscall"
@@ -503,22 +505,31 @@ func TestRootDropsToClusterOwner(t *testing.T) {
 		t.Skip("only root has to give up its identity")
 	}
 	dir := clusterDir(t)
-	for _, want := range []string{"nobody", unprivileged[0]} {
-		// Data that root copied into place belongs to root: it goes to the
-		// user for new clusters.
-		uid := 0
-		if want == "nobody" {
-			uid = 65534
-		}
-		err := filepath.WalkDir(filepath.Join(dir, "pg"), func(p string, _ os.DirEntry, err error) error {
-			return errors.Join(err, os.Lchown(p, uid, uid))
-		})
-		if err != nil {
+	fresh, err := defaultAccount()
+	if err != nil {
+		t.Fatal(err)
+	}
+	nobody, err := user.Lookup("nobody")
+	if err != nil {
+		t.Fatal(err)
+	}
+	uid, err := strconv.Atoi(nobody.Uid)
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, c := range []struct {
+		owner account
+		want  string
+	}{
+		{account{uid: uid, gid: uid}, "nobody"},
+		{account{}, fresh.name}, // what root copied into place is given away
+	} {
+		if err := ownTree(filepath.Join(dir, "pg"), &c.owner); err != nil {
 			t.Fatal(err)
 		}
 		s := start(t, dir)
-		if s.User != want {
-			t.Errorf("runs as %s, want %s", s.User, want)
+		if s.User != c.want {
+			t.Errorf("runs as %s, want %s", s.User, c.want)
 		}
 		if groups := groupsOf(t, s.PID()); groups != "" {
 			t.Errorf("supplementary groups: %s", groups)
