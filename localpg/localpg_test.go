@@ -584,21 +584,46 @@ func TestPathLinks(t *testing.T) {
 	}
 }
 
-func TestOldServerOnly(t *testing.T) {
-	dir, err := tempDir()
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer func() { _ = os.RemoveAll(dir) }()
+// fakeServer is an installation that only knows its version.
+func fakeServer(t *testing.T, version string) string {
+	t.Helper()
+	dir := emptyDir(t)
 	for _, name := range []string{"postgres", "initdb"} {
-		if err := os.WriteFile(filepath.Join(dir, name), []byte("#!/bin/sh\necho 'postgres (PostgreSQL) 13.4'\n"), 0o755); err != nil {
+		script := "#!/bin/sh\necho 'postgres (PostgreSQL) " + version + "'\n"
+		if err := os.WriteFile(filepath.Join(dir, name), []byte(script), 0o755); err != nil {
 			t.Fatal(err)
 		}
 	}
-	t.Setenv("PGBIN", dir)
-	_, _, err = Installed(t.Context())
+	return dir
+}
+
+func TestOldServerOnly(t *testing.T) {
+	t.Setenv("PGBIN", fakeServer(t, "13.4"))
+	_, _, err := Installed(t.Context())
 	if err == nil || !strings.Contains(err.Error(), "only PostgreSQL 13") || !strings.Contains(err.Error(), "PostgreSQL 15 or newer") {
 		t.Errorf("old server: %v", err)
+	}
+}
+
+func TestSeveralMajors(t *testing.T) {
+	old, first, second := fakeServer(t, "14.1"), fakeServer(t, "98beta1"), fakeServer(t, "99.3 (Some 99.3-1)")
+	acc, err := defaultAccount()
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Setenv("PGBIN", "")
+	t.Setenv("PATH", old+":"+first+":"+second+":"+os.Getenv("PATH"))
+	for want, dir := range map[int]string{0: first, 98: first, 99: second} {
+		b, err := findBinaries(t.Context(), acc.credential(), "/data/pg", want)
+		if err != nil || b.dir != dir {
+			t.Errorf("for %d: %+v (%v), want %s", want, b, err, dir)
+		}
+	}
+	_, err = findBinaries(t.Context(), acc.credential(), "/data/pg", 97)
+	for _, part := range []string{"/data/pg", "PostgreSQL 97", "98 (" + first, "99 (" + second} {
+		if err == nil || !strings.Contains(err.Error(), part) {
+			t.Errorf("%v does not say %q", err, part)
+		}
 	}
 }
 
