@@ -64,7 +64,11 @@ func TestModel(t *testing.T) {
 		t.Run(fmt.Sprint(budget), func(t *testing.T) {
 			r := rand.New(rand.NewPCG(uint64(budget), 1))
 			c := New(budget)
-			const partitions, steps = 12, 3000
+			const partitions = 12
+			steps := 3000
+			if testing.Short() {
+				steps = 1000
+			}
 			var (
 				all    [partitions][]stored
 				index  [partitions]map[uint64][]stored
@@ -93,7 +97,7 @@ func TestModel(t *testing.T) {
 			}
 			for step := range steps {
 				now = now.Add(time.Duration(r.IntN(int(10 * time.Second))))
-				if step%1000 == 999 { // configure: longer, shorter
+				if step%1000 == 700 { // configure: longer, shorter
 					window = time.Duration(10+r.IntN(120)) * time.Minute
 				}
 				p := int64(min(r.IntN(partitions), r.IntN(partitions)))
@@ -278,13 +282,18 @@ func TestWindow(t *testing.T) {
 		t.Error("ok for an enlarged window although blocks were dropped")
 	}
 	s := c.Stats()
-	if perKey := float64(s.Bytes) / hour; perKey > 18 {
+	if perKey := float64(s.Bytes) / hour; perKey > 19.5 {
 		t.Errorf("%.1f bytes per key of the window", perKey)
 	}
 	// The window's first id is inside, and ids long outside do not hit.
 	hits, _, _ := c.Look(1, begin, append(key(hour), key(1)...), nil)
 	if !contains(hits, 0, hour) || len(hits) != 1 {
 		t.Errorf("hits %v", hits)
+	}
+	for id := hour; id < 2*hour; id += 4999 {
+		if hits, _, _ = c.Look(1, begin, key(uint64(id)), hits[:0]); len(hits) != 1 || hits[0] != (Hit{0, int64(id), int64(id) + 1}) {
+			t.Fatalf("id %d: hits %v", id, hits)
+		}
 	}
 	// A shrunk window passes over blocks.
 	hits, _, _ = c.Look(1, begin.Add(30*time.Minute), key(hour), nil)
@@ -380,7 +389,6 @@ func TestBudget(t *testing.T) {
 			t.Fatalf("%d bytes", used)
 		}
 	}
-	c.scratch, c.builder = nil, xorfilter.BinaryFuseBuilder{}
 	s, paid := c.Stats(), heap()-before
 	t.Logf("%d bytes on the heap, %+v", paid, s)
 	if paid > budget*11/10 {
@@ -438,7 +446,7 @@ func TestConcurrent(t *testing.T) {
 		wg.Go(func() {
 			r := rand.New(rand.NewPCG(uint64(w), 2))
 			tails := make([]int64, 16)
-			for range 1500 {
+			for range 500 {
 				i := r.Int64N(16)
 				p := i*4 + w
 				tail, ok := c.Tail(p, time.Time{})
@@ -516,6 +524,9 @@ func (f *bloom) Contains(fp uint64) bool {
 
 // TestFilterChoice gives the figures of the package comment; -v shows them.
 func TestFilterChoice(t *testing.T) {
+	if testing.Short() {
+		t.Skip("takes seconds")
+	}
 	const blocks, looks = 60, 200_000
 	type filter interface{ Contains(uint64) bool }
 	r := rand.New(rand.NewPCG(1, 1))
