@@ -300,6 +300,14 @@ func TestWindow(t *testing.T) {
 	if len(hits) != 0 {
 		t.Errorf("hits %v in a shrunk window", hits)
 	}
+	// The open block expires too, and is then missing from a larger window.
+	c.Load(3, 0, time.Time{})
+	c.Extend(3, 0, epoch, epoch.Add(-time.Hour), key(0), 1)
+	c.Extend(3, 1, begin, epoch.Add(time.Second), key(1), 1)
+	if _, ok := c.Tail(3, epoch); ok {
+		t.Error("ok although the open block was dropped")
+	}
+	c.Forget(3)
 	// A trickle does not pile up: one id a minute for a day.
 	c.Load(2, 0, time.Time{})
 	for i := range 1440 {
