@@ -111,7 +111,7 @@ func streams(c *config, producers int) int { return max(c.partitions, producers)
 type producer struct {
 	r           *run
 	c           *conn
-	head        []byte
+	head, item  []byte // the request's head, an item's text up to the partition number
 	first, step int
 	at          int // the next stream
 	body        []byte
@@ -122,7 +122,11 @@ type producer struct {
 
 func (r *run) newProducer(n, of int, addrs []string) *producer {
 	return &producer{r: r, c: r.dial(r.ctx, addrs, 40*time.Second, 16<<10), head: r.head("POST", "/api/v1/push"),
-		first: n, step: of, at: n}
+		item: itemHead(r.queue), first: n, step: of, at: n}
+}
+
+func itemHead(queue string) []byte {
+	return append(append([]byte(`{"queue":`), jsonText(queue)...), `,"partition":"p`...)
 }
 
 // advance steps to the producer's next stream.
@@ -150,9 +154,10 @@ func (p *producer) send(n, perStream int, ts int64) (stored int) {
 		}
 		m := id{run: r.id, stream: uint32(p.at), seq: r.ck.send(uint32(p.at)), ts: ts}
 		p.sent = append(p.sent, m)
-		p.body = append(p.body, `{"queue":`...)
-		p.body = strconv.AppendQuote(p.body, r.queueOf(p.at))
-		p.body = append(p.body, `,"partition":"p`...)
+		if r.c.distinctQueues {
+			p.item = itemHead(r.queueOf(p.at))
+		}
+		p.body = append(p.body, p.item...)
 		p.body = strconv.AppendInt(p.body, int64(p.at%r.c.partitions), 10)
 		p.body = append(p.body, '"')
 		if !r.c.noTxid {

@@ -4,9 +4,9 @@ import (
 	"bytes"
 	"encoding/binary"
 	"encoding/hex"
+	"encoding/json"
 	"errors"
 	"math/rand/v2"
-	"strconv"
 )
 
 // A payload is JSON text of exactly the wanted size: a header of 40 hex digits (run, stream,
@@ -166,7 +166,7 @@ func appendAck(dst []byte, group string, ms []message) []byte {
 	if group == "" {
 		dst = append(dst, "null"...)
 	} else {
-		dst = strconv.AppendQuote(dst, group)
+		dst = append(dst, jsonText(group)...)
 	}
 	dst = append(dst, `,"acknowledgments":[`...)
 	for i, m := range ms {
@@ -182,6 +182,12 @@ func appendAck(dst []byte, group string, ms []message) []byte {
 		dst = append(dst, '}')
 	}
 	return append(dst, "]}"...)
+}
+
+// jsonText is s as a JSON string.
+func jsonText(s string) []byte {
+	b, _ := json.Marshal(s) // a string cannot fail
+	return b
 }
 
 // result is one element of a push or ack answer.
