@@ -86,7 +86,7 @@ func (f *Flush) SettleCursors(arg SettleCursorsParams, dst *[]SettleCursorsRow) 
 
 // RestoreCursors queues the statement of that name.
 func (f *Flush) RestoreCursors(arg RestoreCursorsParams) {
-	f.batch.Queue(RestoreCursors, arg.GroupIds, arg.PartitionIds, arg.StartOffsets, arg.EndOffsets)
+	f.batch.Queue(RestoreCursors, arg.GroupIds, arg.PartitionIds, arg.StartOffsets, arg.EndOffsets, arg.Rests)
 }
 
 // ExtendLeases queues the statement of that name.

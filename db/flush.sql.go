@@ -341,46 +341,6 @@ func (q *Queries) LockPartitions(ctx context.Context, arg LockPartitionsParams) 
 	return items, nil
 }
 
-const LockPartitionsSkipping = `-- name: LockPartitionsSkipping :many
-select p.id, p.next_offset
-from rows from (unnest($1::bigint[]), unnest($2::bigint[])) as t (id, reach)
-join ferrymq.partitions p on p.id = t.id::bigint
-where p.next_offset <= t.reach::bigint
-order by p.id
-for no key update of p skip locked
-`
-
-type LockPartitionsSkippingParams struct {
-	Ids     []int64
-	Reaches []int64
-}
-
-type LockPartitionsSkippingRow struct {
-	ID         int64
-	NextOffset int64
-}
-
-// The same for a flush that met a lock timeout: what another session holds is left for a side lane.
-func (q *Queries) LockPartitionsSkipping(ctx context.Context, arg LockPartitionsSkippingParams) ([]LockPartitionsSkippingRow, error) {
-	rows, err := q.db.Query(ctx, LockPartitionsSkipping, arg.Ids, arg.Reaches)
-	if err != nil {
-		return nil, err
-	}
-	defer rows.Close()
-	var items []LockPartitionsSkippingRow
-	for rows.Next() {
-		var i LockPartitionsSkippingRow
-		if err := rows.Scan(&i.ID, &i.NextOffset); err != nil {
-			return nil, err
-		}
-		items = append(items, i)
-	}
-	if err := rows.Err(); err != nil {
-		return nil, err
-	}
-	return items, nil
-}
-
 const MarkPending = `-- name: MarkPending :exec
 update ferrymq.cursors c
 set pending = true
@@ -403,9 +363,10 @@ func (q *Queries) MarkPending(ctx context.Context, arg MarkPendingParams) error 
 
 const RestoreCursors = `-- name: RestoreCursors :exec
 update ferrymq.cursors c
-set committed = t.start_offset::bigint, pending = true
-from rows from (unnest($1::int[]), unnest($2::bigint[]), unnest($3::bigint[]), unnest($4::bigint[]))
-     as t (group_id, partition_id, start_offset, end_offset)
+set committed = t.start_offset::bigint, pending = true,
+    not_before = case when t.rest::boolean then clock_timestamp() + interval '5 seconds' else c.not_before end
+from rows from (unnest($1::int[]), unnest($2::bigint[]), unnest($3::bigint[]), unnest($4::bigint[]), unnest($5::boolean[]))
+     as t (group_id, partition_id, start_offset, end_offset, rest)
 where c.group_id = t.group_id::int and c.partition_id = t.partition_id::bigint and c.committed = t.end_offset::bigint and c.lease_id is null
 `
 
@@ -414,6 +375,7 @@ type RestoreCursorsParams struct {
 	PartitionIds []int64
 	StartOffsets []int64
 	EndOffsets   []int64
+	Rests        []bool
 }
 
 // Undoes an autoAck claim that nobody received, if the cursor is still where that claim left it. Backwards, so pending stays true.
@@ -423,6 +385,7 @@ func (q *Queries) RestoreCursors(ctx context.Context, arg RestoreCursorsParams) 
 		arg.PartitionIds,
 		arg.StartOffsets,
 		arg.EndOffsets,
+		arg.Rests,
 	)
 	return err
 }
@@ -454,7 +417,7 @@ with s as materialized (
     join ferrymq.partitions p on p.id = s.partition_id
     where c.committed = s.expected
       and (s.lease_id = '00000000-0000-0000-0000-000000000000'
-           or (c.lease_id = s.lease_id and (s.action = 4 or c.lease_until > clock_timestamp())))
+           or (c.lease_id = s.lease_id and (s.action >= 4 or c.lease_until > clock_timestamp())))
 ), judged as materialized (
     select f.n, f.group_id, f.partition_id, f.action, f.move_to, f.failed_at, f.reach, f.dead_id, f.message_id, f.transaction_id, f.error, f.key_no, f.codec, f.frames, f.created_at, f.queue_id, f.next_offset, f.retry_delay, f.committed, f.batch_end, f.failures, f.files, f.leased, f.failed_before, f.exhausted,
            case when f.action = 3 and not f.leased then 3
@@ -481,7 +444,8 @@ with s as materialized (
                              when c.failed_offset >= j.to_offset then c.failed_offset end,
         failures = case when j.action = 1 and j.leased and not j.exhausted then j.failed_before + 1
                         when c.failed_offset >= j.to_offset then c.failures else 0 end,
-        not_before = case when j.action = 1 and j.leased and not j.exhausted and j.retry_delay > 0
+        not_before = case when j.action = 5 then clock_timestamp() + interval '5 seconds'
+                          when j.action = 1 and j.leased and not j.exhausted and j.retry_delay > 0
                                then clock_timestamp() + j.retry_delay * interval '1 millisecond'
                           when c.failed_offset >= j.to_offset or j.to_offset = c.committed then c.not_before end,
         pending = c.pending and not (j.to_offset = j.reach and j.next_offset <= j.reach)
@@ -528,7 +492,8 @@ type SettleCursorsRow struct {
 }
 
 // Applies what acks decided, fenced by the exact lease (zero = none asked for) and by the cursor it was decided on (expected).
-// action: 0 complete up to move_to, 1 failed at failed_at, 2 retry, 3 dead-letter failed_at, 4 give back undelivered.
+// action: 0 complete up to move_to, 1 failed at failed_at, 2 retry, 3 dead-letter failed_at, 4 give back undelivered,
+// 5 the same, and the partition rests 5 s.
 // What is not returned changed nothing: the lease is over, or the cursor moved. outcome: 0 applied, 1 dead letter filed,
 // 2 nothing changed because the copy for the dead letter is missing, 3 applied but there was no leased batch to dead-letter from,
 // 4 the exhausted message was dropped.

@@ -195,14 +195,13 @@ func (q *Queries) SegmentAt(ctx context.Context, arg SegmentAtParams) (SegmentAt
 const SegmentKeys = `-- name: SegmentKeys :many
 select s.base_offset, s.count, s.created_at, s.first_id, s.keys
 from ferrymq.segments s
-where s.partition_id = $1::bigint and s.base_offset >= $2::bigint and s.created_at >= $3::timestamptz
+where s.partition_id = $1::bigint and s.base_offset >= $2::bigint
 order by s.base_offset
 `
 
 type SegmentKeysParams struct {
 	PartitionID int64
 	FromOffset  int64
-	Since       time.Time
 }
 
 type SegmentKeysRow struct {
@@ -213,9 +212,9 @@ type SegmentKeysRow struct {
 	Keys       []byte
 }
 
-// What deduplication has to read: the keys of the segments at or after an offset, inside the window.
+// What deduplication has to read: the keys of the segments at or after an offset.
 func (q *Queries) SegmentKeys(ctx context.Context, arg SegmentKeysParams) ([]SegmentKeysRow, error) {
-	rows, err := q.db.Query(ctx, SegmentKeys, arg.PartitionID, arg.FromOffset, arg.Since)
+	rows, err := q.db.Query(ctx, SegmentKeys, arg.PartitionID, arg.FromOffset)
 	if err != nil {
 		return nil, err
 	}
@@ -245,7 +244,7 @@ select s.base_offset, s.count, s.created_at, s.first_id, s.keys
 from ferrymq.segments s
 where s.partition_id = $1::bigint
   and s.base_offset >= (select coalesce(max(b.base_offset), 0) from ferrymq.segments b where b.partition_id = $1::bigint and b.base_offset <= $2::bigint)
-  and s.base_offset < $3::bigint
+  and s.base_offset < $3::bigint and s.created_at >= $4::timestamptz
 order by s.base_offset desc
 `
 
@@ -253,6 +252,7 @@ type SegmentKeysAtParams struct {
 	PartitionID int64
 	FromOffset  int64
 	ToOffset    int64
+	Since       time.Time
 }
 
 type SegmentKeysAtRow struct {
@@ -263,9 +263,14 @@ type SegmentKeysAtRow struct {
 	Keys       []byte
 }
 
-// The keys of the segments that cover [from_offset, to_offset), newest first.
+// The keys of the segments inside the window that cover [from_offset, to_offset), newest first.
 func (q *Queries) SegmentKeysAt(ctx context.Context, arg SegmentKeysAtParams) ([]SegmentKeysAtRow, error) {
-	rows, err := q.db.Query(ctx, SegmentKeysAt, arg.PartitionID, arg.FromOffset, arg.ToOffset)
+	rows, err := q.db.Query(ctx, SegmentKeysAt,
+		arg.PartitionID,
+		arg.FromOffset,
+		arg.ToOffset,
+		arg.Since,
+	)
 	if err != nil {
 		return nil, err
 	}

@@ -20,15 +20,6 @@ where p.next_offset <= t.reach::bigint
 order by p.id
 for no key update of p;
 
--- name: LockPartitionsSkipping :many
--- The same for a flush that met a lock timeout: what another session holds is left for a side lane.
-select p.id, p.next_offset
-from rows from (unnest(@ids::bigint[]), unnest(@reaches::bigint[])) as t (id, reach)
-join ferrymq.partitions p on p.id = t.id::bigint
-where p.next_offset <= t.reach::bigint
-order by p.id
-for no key update of p skip locked;
-
 -- name: AppendSegments :many
 -- Moves the tails and stores the segments at them. expected_tails: -1, or the tail up to which deduplication was judged,
 -- a partition that was locked but is not returned lost this compare-and-set, or its queue is gone.
@@ -120,7 +111,8 @@ where p.id = any(@pushed::bigint[])
 
 -- name: SettleCursors :many
 -- Applies what acks decided, fenced by the exact lease (zero = none asked for) and by the cursor it was decided on (expected).
--- action: 0 complete up to move_to, 1 failed at failed_at, 2 retry, 3 dead-letter failed_at, 4 give back undelivered.
+-- action: 0 complete up to move_to, 1 failed at failed_at, 2 retry, 3 dead-letter failed_at, 4 give back undelivered,
+-- 5 the same, and the partition rests 5 s.
 -- What is not returned changed nothing: the lease is over, or the cursor moved. outcome: 0 applied, 1 dead letter filed,
 -- 2 nothing changed because the copy for the dead letter is missing, 3 applied but there was no leased batch to dead-letter from,
 -- 4 the exhausted message was dropped.
@@ -152,7 +144,7 @@ with s as materialized (
     join ferrymq.partitions p on p.id = s.partition_id
     where c.committed = s.expected
       and (s.lease_id = '00000000-0000-0000-0000-000000000000'
-           or (c.lease_id = s.lease_id and (s.action = 4 or c.lease_until > clock_timestamp())))
+           or (c.lease_id = s.lease_id and (s.action >= 4 or c.lease_until > clock_timestamp())))
 ), judged as materialized (
     select f.*,
            case when f.action = 3 and not f.leased then 3
@@ -179,7 +171,8 @@ with s as materialized (
                              when c.failed_offset >= j.to_offset then c.failed_offset end,
         failures = case when j.action = 1 and j.leased and not j.exhausted then j.failed_before + 1
                         when c.failed_offset >= j.to_offset then c.failures else 0 end,
-        not_before = case when j.action = 1 and j.leased and not j.exhausted and j.retry_delay > 0
+        not_before = case when j.action = 5 then clock_timestamp() + interval '5 seconds'
+                          when j.action = 1 and j.leased and not j.exhausted and j.retry_delay > 0
                                then clock_timestamp() + j.retry_delay * interval '1 millisecond'
                           when c.failed_offset >= j.to_offset or j.to_offset = c.committed then c.not_before end,
         pending = c.pending and not (j.to_offset = j.reach and j.next_offset <= j.reach)
@@ -198,9 +191,10 @@ order by j.n;
 -- name: RestoreCursors :exec
 -- Undoes an autoAck claim that nobody received, if the cursor is still where that claim left it. Backwards, so pending stays true.
 update ferrymq.cursors c
-set committed = t.start_offset::bigint, pending = true
-from rows from (unnest(@group_ids::int[]), unnest(@partition_ids::bigint[]), unnest(@start_offsets::bigint[]), unnest(@end_offsets::bigint[]))
-     as t (group_id, partition_id, start_offset, end_offset)
+set committed = t.start_offset::bigint, pending = true,
+    not_before = case when t.rest::boolean then clock_timestamp() + interval '5 seconds' else c.not_before end
+from rows from (unnest(@group_ids::int[]), unnest(@partition_ids::bigint[]), unnest(@start_offsets::bigint[]), unnest(@end_offsets::bigint[]), unnest(@rests::boolean[]))
+     as t (group_id, partition_id, start_offset, end_offset, rest)
 where c.group_id = t.group_id::int and c.partition_id = t.partition_id::bigint and c.committed = t.end_offset::bigint and c.lease_id is null;
 
 -- name: ExtendLeases :many

@@ -17,19 +17,19 @@ where p.id = @id::bigint
 for no key update;
 
 -- name: SegmentKeys :many
--- What deduplication has to read: the keys of the segments at or after an offset, inside the window.
+-- What deduplication has to read: the keys of the segments at or after an offset.
 select s.base_offset, s.count, s.created_at, s.first_id, s.keys
 from ferrymq.segments s
-where s.partition_id = @partition_id::bigint and s.base_offset >= @from_offset::bigint and s.created_at >= @since::timestamptz
+where s.partition_id = @partition_id::bigint and s.base_offset >= @from_offset::bigint
 order by s.base_offset;
 
 -- name: SegmentKeysAt :many
--- The keys of the segments that cover [from_offset, to_offset), newest first.
+-- The keys of the segments inside the window that cover [from_offset, to_offset), newest first.
 select s.base_offset, s.count, s.created_at, s.first_id, s.keys
 from ferrymq.segments s
 where s.partition_id = @partition_id::bigint
   and s.base_offset >= (select coalesce(max(b.base_offset), 0) from ferrymq.segments b where b.partition_id = @partition_id::bigint and b.base_offset <= @from_offset::bigint)
-  and s.base_offset < @to_offset::bigint
+  and s.base_offset < @to_offset::bigint and s.created_at >= @since::timestamptz
 order by s.base_offset desc;
 
 -- name: SegmentAt :one

@@ -1,0 +1,390 @@
+// Package catalog turns the names that clients send into rows: queues, partitions and consumer groups.
+// It creates them on first use and remembers them, bounded; what it remembers is checked again by every
+// statement that uses it, so a stale entry costs a retry and never a wrong answer.
+package catalog
+
+import (
+	"context"
+	"errors"
+	"strings"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"github.com/google/uuid"
+	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgxpool"
+	"github.com/zeebo/xxh3"
+
+	"ferrymq/db"
+)
+
+// QueueMode is the group of a pop that names none.
+const QueueMode = "__QUEUE_MODE__"
+
+// ErrGone means that the queue was deleted while it was being used. The caller resolves the name again.
+var ErrGone = errors.New("queue is gone")
+
+// Queue is one row of queues. A change makes a new Queue; one that is held never changes.
+type Queue = db.FerrymqQueue
+
+// Partition is a partition that exists or is about to. Holders of one may outlive the row: see Forget.
+type Partition struct {
+	QueueID int32
+	Name    string
+	// Lane is the same for the same (queue, name) everywhere: what works on a partition takes turns by it.
+	Lane uint64
+
+	row  atomic.Pointer[Row]
+	tail atomic.Int64
+}
+
+// Row is the identity a partition gets when it is created.
+type Row struct {
+	ID       int64
+	PublicID uuid.UUID
+}
+
+// Row is nil while the partition is not known to exist.
+func (p *Partition) Row() *Row { return p.row.Load() }
+
+// Created records the row, after the commit that made it or when it was read.
+func (p *Partition) Created(r Row) { p.row.Store(&r) }
+
+// Forget drops a row that turned out to be gone; a newer one stays.
+func (p *Partition) Forget(r *Row) { p.row.CompareAndSwap(r, nil) }
+
+// SeenTail notes that the next offset of the partition is at least n. A hint for waking, not for correctness.
+func (p *Partition) SeenTail(n int64) {
+	for {
+		have := p.tail.Load()
+		if n <= have || p.tail.CompareAndSwap(have, n) {
+			return
+		}
+	}
+}
+
+// Tail is the highest next offset seen.
+func (p *Partition) Tail() int64 { return p.tail.Load() }
+
+// Group is a consumer group of one queue.
+type Group struct {
+	ID      int32
+	QueueID int32
+	Name    string
+	// Registered groups have a cursor on every partition of the queue; others only where a partition pop made one.
+	Registered bool
+	Start      Start
+	seeding    *seeding // nil once every partition that existed at registration has its cursor
+}
+
+// Start says where a (group, partition) without a cursor begins. A nil At means the moment of the first contact.
+type Start struct {
+	Mode string // all, new or time
+	At   *time.Time
+}
+
+// All starts at the oldest retained message.
+func All() Start { epoch := time.Unix(0, 0).UTC(); return Start{Mode: "all", At: &epoch} }
+
+type name struct {
+	queue int32
+	name  string
+}
+
+type pair struct {
+	group     int32
+	partition int64
+}
+
+// Catalog is safe for concurrent use.
+type Catalog struct {
+	pool    *pgxpool.Pool
+	q       *db.Queries
+	project int32
+	onSeed  func(group int32) // a chunk of cursors was made: parked pops look again
+
+	queues     *cache[string, *Queue]
+	partitions *cache[name, *Partition]
+	public     *cache[uuid.UUID, *Partition]
+	groups     *cache[name, *Group]
+	met        *cache[pair, struct{}]
+
+	mu      sync.Mutex
+	seeds   map[int32]*seeding
+	stop    context.Context
+	working sync.WaitGroup
+}
+
+// How many entries the caches hold at most, in two generations each: about 60 MB when all are full.
+const (
+	maxQueues     = 50_000
+	maxPartitions = 100_000
+	maxGroups     = 50_000
+)
+
+// New makes a catalog of the queues of one project. onSeed is called when a new group got cursors.
+// Seeding goes on in the background until stop ends; Wait waits for it.
+func New(stop context.Context, pool *pgxpool.Pool, project int32, onSeed func(group int32)) *Catalog {
+	return &Catalog{
+		pool: pool, q: db.New(pool), project: project, onSeed: onSeed, stop: stop,
+		queues:     newCache[string, *Queue](maxQueues),
+		partitions: newCache[name, *Partition](maxPartitions),
+		public:     newCache[uuid.UUID, *Partition](maxPartitions),
+		groups:     newCache[name, *Group](maxGroups),
+		met:        newCache[pair, struct{}](maxPartitions),
+		seeds:      make(map[int32]*seeding),
+	}
+}
+
+// Wait returns when no background seeding runs any more. Call it after stop has ended.
+func (c *Catalog) Wait() { c.working.Wait() }
+
+// Derive is the namespace and task a queue has by its name alone.
+func Derive(queue string) (namespace, task string) {
+	parts := strings.SplitN(queue, ".", 3)
+	if len(parts) > 1 {
+		return parts[0], parts[1]
+	}
+	return queue, ""
+}
+
+// Queue finds a live queue by name; nil when there is none.
+func (c *Catalog) Queue(ctx context.Context, name string) (*Queue, error) {
+	if q, ok := c.queues.get(name); ok {
+		return q, nil
+	}
+	row, err := c.q.QueueGet(ctx, db.QueueGetParams{ProjectID: c.project, Name: name})
+	if errors.Is(err, pgx.ErrNoRows) {
+		return nil, nil
+	}
+	if err != nil {
+		return nil, err
+	}
+	c.queues.set(name, &row)
+	return &row, nil
+}
+
+// EnsureQueue finds or creates a queue, with the groups of the discovery registrations that cover it.
+func (c *Catalog) EnsureQueue(ctx context.Context, name string) (*Queue, error) {
+	for {
+		q, err := c.Queue(ctx, name)
+		if q != nil || err != nil {
+			return q, err
+		}
+		namespace, task := Derive(name)
+		var made *Queue
+		err = pgx.BeginFunc(ctx, c.pool, func(tx pgx.Tx) error {
+			q := c.q.WithTx(tx)
+			row, err := q.QueueCreate(ctx, db.QueueCreateParams{ProjectID: c.project, Name: name, Namespace: namespace, Task: task})
+			if errors.Is(err, pgx.ErrNoRows) {
+				return nil
+			}
+			if err != nil {
+				return err
+			}
+			made = &row
+			return c.joinDiscovery(ctx, q, &row)
+		})
+		if err != nil {
+			return nil, err
+		}
+		if made != nil {
+			c.queues.set(name, made)
+			return made, nil
+		}
+	}
+}
+
+// joinDiscovery registers the groups whose discovery pops cover the queue, with their first time. The queue's row is locked or new.
+func (c *Catalog) joinDiscovery(ctx context.Context, q *db.Queries, queue *Queue) error {
+	found, err := q.DiscoveryOf(ctx, db.DiscoveryOfParams{ProjectID: c.project, Namespace: queue.Namespace, Task: queue.Task})
+	if err != nil {
+		return err
+	}
+	for _, d := range found {
+		if _, err := register(ctx, q, queue.ID, d.Name, Start{Mode: d.StartMode, At: &d.StartAt}); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// Configure changes a queue, creating it first when it is missing. change gets the row as it is, locked, and edits it.
+func (c *Catalog) Configure(ctx context.Context, name string, change func(*Queue) error) (*Queue, error) {
+	for {
+		q, err := c.EnsureQueue(ctx, name)
+		if err != nil {
+			return nil, err
+		}
+		var after Queue
+		err = pgx.BeginFunc(ctx, c.pool, func(tx pgx.Tx) error {
+			tq := c.q.WithTx(tx)
+			if _, err := tq.QueueLock(ctx, db.QueueLockParams{ID: q.ID}); err != nil {
+				return err
+			}
+			before, err := tq.QueueRead(ctx, db.QueueReadParams{ID: q.ID})
+			if err != nil {
+				return err
+			}
+			edited := before
+			if err := change(&edited); err != nil {
+				return err
+			}
+			after, err = tq.QueueConfigure(ctx, db.QueueConfigureParams{
+				ID: edited.ID, Namespace: edited.Namespace, Task: edited.Task, LeaseTime: edited.LeaseTime, RetryLimit: edited.RetryLimit,
+				RetryDelay: edited.RetryDelay, Priority: edited.Priority, MaxSize: edited.MaxSize, TTL: edited.TTL,
+				DeadLetterQueue: edited.DeadLetterQueue, DLQAfterMaxRetries: edited.DLQAfterMaxRetries,
+				DelayedProcessing: edited.DelayedProcessing, WindowBuffer: edited.WindowBuffer,
+				RetentionSeconds: edited.RetentionSeconds, CompletedRetentionSeconds: edited.CompletedRetentionSeconds,
+				RetentionEnabled: edited.RetentionEnabled, EncryptionEnabled: edited.EncryptionEnabled,
+				MaxWaitTimeSeconds: edited.MaxWaitTimeSeconds, MinPopWaitTime: edited.MinPopWaitTime,
+				DedupWindowSeconds: edited.DedupWindowSeconds, RetentionSinkHold: edited.RetentionSinkHold,
+				RetentionSinkHoldMaxSeconds: edited.RetentionSinkHoldMaxSeconds,
+			})
+			if err != nil {
+				return err
+			}
+			if after.Namespace != before.Namespace || after.Task != before.Task {
+				if err := c.joinDiscovery(ctx, tq, &after); err != nil {
+					return err
+				}
+			}
+			if after.DelayedProcessing != before.DelayedProcessing || after.WindowBuffer != before.WindowBuffer {
+				return tq.JobCreate(ctx, db.JobCreateParams{Kind: "recheck", QueueID: after.ID})
+			}
+			return nil
+		})
+		if errors.Is(err, pgx.ErrNoRows) { // deleted since it was looked up
+			c.queues.drop(name)
+			continue
+		}
+		if err != nil {
+			return nil, err
+		}
+		c.queues.set(name, &after)
+		return &after, nil
+	}
+}
+
+// Delete frees the name of a queue at once and leaves the removal of its rows to a job. It reports whether the queue existed.
+func (c *Catalog) Delete(ctx context.Context, name string) (id int32, existed bool, err error) {
+	c.queues.drop(name)
+	q, err := c.Queue(ctx, name)
+	if q == nil || err != nil {
+		return 0, false, err
+	}
+	err = pgx.BeginFunc(ctx, c.pool, func(tx pgx.Tx) error {
+		tq := c.q.WithTx(tx)
+		// Waits for creators of partitions: what they made is then removed too.
+		if _, err := tq.QueueLock(ctx, db.QueueLockParams{ID: q.ID}); errors.Is(err, pgx.ErrNoRows) {
+			return nil
+		} else if err != nil {
+			return err
+		}
+		n, err := tq.QueueDelete(ctx, db.QueueDeleteParams{ID: q.ID})
+		existed = n > 0
+		if err != nil || !existed {
+			return err
+		}
+		return tq.JobCreate(ctx, db.JobCreateParams{Kind: "delete_queue", QueueID: q.ID})
+	})
+	c.queues.drop(name)
+	return q.ID, existed && err == nil, err
+}
+
+// ForgetQueue drops a name whose queue turned out to be deleted or changed elsewhere.
+func (c *Catalog) ForgetQueue(name string) { c.queues.drop(name) }
+
+// Refresh drops the queues that changed in the last seconds, on whatever broker. Run it every few seconds, with overlap:
+// that is how a configure on another broker takes effect here.
+func (c *Catalog) Refresh(ctx context.Context, seconds int32) error {
+	changed, err := c.q.QueueChangedSince(ctx, db.QueueChangedSinceParams{Seconds: seconds})
+	if err != nil {
+		return err
+	}
+	for _, q := range changed {
+		c.queues.drop(q.Name)
+	}
+	return nil
+}
+
+// ForgetAll is for when nothing remembered can be trusted: the database was away for long.
+func (c *Catalog) ForgetAll() {
+	c.queues.clear()
+	c.groups.clear()
+	c.met.clear()
+}
+
+// Partitions finds the partitions of one queue by name, in the order of names. Those that don't exist have no Row yet.
+func (c *Catalog) Partitions(ctx context.Context, q *Queue, names []string) ([]*Partition, error) {
+	out := make([]*Partition, len(names))
+	var ids []int32
+	var unknown []string
+	for i, n := range names {
+		p, ok := c.partitions.get(name{q.ID, n})
+		if !ok {
+			p = c.partitions.add(name{q.ID, n}, newPartition(q.ID, n))
+		}
+		out[i] = p
+		if p.Row() == nil {
+			ids, unknown = append(ids, q.ID), append(unknown, n)
+		}
+	}
+	if len(unknown) == 0 {
+		return out, nil
+	}
+	found, err := c.q.PartitionFindMany(ctx, db.PartitionFindManyParams{QueueIds: ids, Names: unknown})
+	if err != nil {
+		return nil, err
+	}
+	for _, f := range found {
+		c.found(f.ID, f.PublicID, f.QueueID, f.Name, f.NextOffset)
+	}
+	return out, nil
+}
+
+func newPartition(queue int32, n string) *Partition {
+	return &Partition{QueueID: queue, Name: n, Lane: xxh3.HashStringSeed(n, uint64(queue))}
+}
+
+func (c *Catalog) found(id int64, public uuid.UUID, queue int32, n string, tail int64) *Partition {
+	p := c.partitions.add(name{queue, n}, newPartition(queue, n))
+	if r := p.Row(); r == nil || r.ID != id {
+		p.Created(Row{ID: id, PublicID: public})
+	}
+	p.SeenTail(tail)
+	c.public.set(public, p)
+	return p
+}
+
+// Claimed remembers a partition that a claim returned, so that its acks find it without a look-up.
+func (c *Catalog) Claimed(queue int32, id int64, public uuid.UUID, partition string, tail int64) *Partition {
+	return c.found(id, public, queue, partition, tail)
+}
+
+// Public finds partitions by the ids that clients know; those of deleted queues, other projects or unknown ones are missing from the result.
+func (c *Catalog) Public(ctx context.Context, ids []uuid.UUID) (map[uuid.UUID]*Partition, error) {
+	out := make(map[uuid.UUID]*Partition, len(ids))
+	var unknown []uuid.UUID
+	for _, id := range ids {
+		if p, ok := c.public.get(id); ok {
+			if r := p.Row(); r != nil && r.PublicID == id {
+				out[id] = p
+				continue
+			}
+		}
+		unknown = append(unknown, id)
+	}
+	if len(unknown) == 0 {
+		return out, nil
+	}
+	found, err := c.q.PartitionFindPublic(ctx, db.PartitionFindPublicParams{ProjectID: c.project, PublicIds: unknown})
+	if err != nil {
+		return nil, err
+	}
+	for _, f := range found {
+		out[f.PublicID] = c.found(f.ID, f.PublicID, f.QueueID, f.Name, f.NextOffset)
+	}
+	return out, nil
+}

@@ -1,0 +1,253 @@
+package groupcommit
+
+import (
+	"sync"
+	"time"
+
+	"github.com/google/uuid"
+
+	"ferrymq/catalog"
+	"ferrymq/db"
+)
+
+// Span is what a claim got of one partition: the messages [Start, Start+Take), in the segments that hold them.
+type Span struct {
+	Queue     *catalog.Queue
+	Group     *catalog.Group
+	Partition *catalog.Partition
+	Row       catalog.Row
+	Start     int64
+	Take      int64
+	Segments  []Segment
+
+	lease time.Duration
+}
+
+// Segment is one stored segment, as read.
+type Segment struct {
+	Base      int64
+	Count     int32
+	KeyNo     int16
+	Codec     int16
+	CreatedAt time.Time
+	FirstID   uuid.UUID
+	Keys      []byte
+	Frames    []byte
+}
+
+// claim asks for messages of a group, or of one of its partitions.
+type claim struct {
+	queue     *catalog.Queue
+	group     *catalog.Group
+	partition *catalog.Row // nil: any
+	lease     uuid.UUID
+	budget    int64
+	parts     int64
+	seconds   int32 // 0: the queue's
+	autoAck   bool
+	discovery bool
+	wait      bool // park when there is nothing
+
+	// Written by whoever works on the claim: the flusher it rides with, or parking under its lock.
+	scan  bool    // look at the index, not only at hints
+	hints []int64 // partitions to look at first
+	tries int
+
+	mu       sync.Mutex
+	finished bool
+	left     bool // the caller has gone
+	spans    []*Span
+	err      error
+	done     chan struct{}
+}
+
+// finish answers the claim. What nobody is there to receive is given back at once.
+func (c *claim) finish(e *Engine, spans []*Span, err error) {
+	c.mu.Lock()
+	if c.finished {
+		c.mu.Unlock()
+		return
+	}
+	c.finished, c.spans, c.err = true, spans, err
+	left := c.left
+	c.mu.Unlock()
+	close(c.done)
+	if left {
+		e.giveBack(c, spans, false)
+	}
+}
+
+// leave is the end of a caller's patience. It reports false when the answer is there already.
+func (c *claim) leave() bool {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	c.left = !c.finished
+	return c.left
+}
+
+// giveBack ends the leases of spans that nobody received: they can be claimed again at once, or after a rest.
+func (e *Engine) giveBack(c *claim, spans []*Span, rest bool) {
+	for _, s := range spans {
+		e.held.drop(s.Group.ID, s.Row.ID)
+		if c.autoAck {
+			r := &restore{queue: s.Queue.ID, group: s.Group.ID, partition: s.Row.ID, start: s.Start, end: s.Start + s.Take, rest: rest}
+			e.flusherOf(s.Partition.Lane).enter(func(b *board) { b.restores = append(b.restores, r) })
+			continue
+		}
+		action := int32(actGiveBack)
+		if rest {
+			action = actRest
+		}
+		e.boardSettle(&settle{group: s.Group, partition: s.Partition, row: &s.Row, Lease: c.lease, Expected: s.Start, Action: action, MoveTo: s.Start})
+	}
+}
+
+func (e *Engine) boardClaim(c *claim) {
+	c.scan = true
+	if !e.flusherOf(uint64(c.group.ID)).enter(func(b *board) { b.claims = append(b.claims, c) }) {
+		c.finish(e, nil, ErrClosed)
+	}
+}
+
+// list is one pool of candidates in a flush, and the claims it is dealt to.
+type list struct {
+	group     *catalog.Group
+	partition int64 // 0: any
+	claims    []*claim
+	hints     []int64
+	seen      bool // the statement returned it: its group is alive
+}
+
+// lists arranges the claims of a flush. Those on single partitions come first, so that they get theirs.
+func (e *Engine) lists(claims []*claim, now time.Time) ([]*list, db.ClaimPartitionsParams) {
+	p := db.ClaimPartitionsParams{HintLists: []int32{}, HintPartitions: []int64{}}
+	if len(claims) == 0 {
+		return nil, p
+	}
+	type key struct {
+		group     int32
+		partition int64
+	}
+	byKey := make(map[key]*list)
+	var narrow, wide []*list
+	for _, c := range claims {
+		k := key{group: c.group.ID}
+		if c.partition != nil {
+			k.partition = c.partition.ID
+		}
+		l := byKey[k]
+		if l == nil {
+			l = &list{group: c.group, partition: k.partition}
+			byKey[k] = l
+			if k.partition != 0 {
+				narrow = append(narrow, l)
+				l.hints = []int64{k.partition}
+			} else {
+				wide = append(wide, l)
+			}
+		}
+		l.claims = append(l.claims, c)
+	}
+	all := append(narrow, wide...)
+	for i, l := range all {
+		no, want := int32(i), int64(0)
+		scan := false
+		for nth, c := range l.claims {
+			parts := min(c.parts, c.budget)
+			want = min(want+parts, 10_000)
+			scan = scan || c.scan
+			if l.partition == 0 {
+				l.hints = append(l.hints, c.hints...)
+			}
+			seconds := c.seconds
+			p.SlotNos = append(p.SlotNos, int32(len(p.SlotNos)))
+			p.SlotLists = append(p.SlotLists, no)
+			p.SlotNths = append(p.SlotNths, int32(nth))
+			p.SlotLeases = append(p.SlotLeases, c.lease)
+			p.SlotBudgets = append(p.SlotBudgets, c.budget)
+			p.SlotParts = append(p.SlotParts, parts)
+			p.SlotSeconds = append(p.SlotSeconds, seconds)
+			p.SlotAutoAcks = append(p.SlotAutoAcks, c.autoAck)
+			p.SlotDiscoveries = append(p.SlotDiscoveries, c.discovery)
+		}
+		from, indexFirst := int64(0), false
+		if l.partition == 0 {
+			from, indexFirst, l.hints = e.park.prepare(l, int(want), scan, now)
+		}
+		p.ListNos = append(p.ListNos, no)
+		p.ListGroups = append(p.ListGroups, l.group.ID)
+		p.ListFroms = append(p.ListFroms, from)
+		p.ListScans = append(p.ListScans, scan && l.partition == 0)
+		p.ListIndexFirsts = append(p.ListIndexFirsts, indexFirst)
+		p.ListWants = append(p.ListWants, want)
+		p.ListSlots = append(p.ListSlots, int32(len(l.claims)))
+		for _, h := range l.hints {
+			p.HintLists = append(p.HintLists, no)
+			p.HintPartitions = append(p.HintPartitions, h)
+		}
+	}
+	return all, p
+}
+
+// deliverClaims answers the claims of a committed flush; those that got nothing park, look again, or end empty.
+func (e *Engine) deliverClaims(lists []*list, rows []db.ClaimPartitionsRow) {
+	if len(lists) == 0 {
+		return
+	}
+	var slots []*claim
+	for _, l := range lists {
+		slots = append(slots, l.claims...)
+	}
+	got := make([][]*Span, len(slots))
+	stale := make([]bool, len(lists))
+	for i := range rows {
+		r := &rows[i]
+		l := lists[r.ListNo]
+		if !l.seen {
+			l.seen = true
+			stale[r.ListNo] = r.Stale > 0
+			e.due(r.DueMs)
+			if l.partition == 0 {
+				e.park.scanned(l.group.ID, r.AboveTo, r.BelowTo)
+			}
+		}
+		if r.SlotNo < 0 {
+			continue
+		}
+		c := slots[r.SlotNo]
+		spans := got[r.SlotNo]
+		if n := len(spans); n == 0 || spans[n-1].Row.ID != r.PartitionID {
+			p := e.Catalog.Claimed(l.group.QueueID, r.PartitionID, r.PublicID, r.Name, r.NextOffset)
+			spans = append(spans, &Span{Queue: c.queue, Group: l.group, Partition: p, Row: catalog.Row{ID: r.PartitionID, PublicID: r.PublicID}, Start: r.StartOffset, Take: r.Take,
+				lease: time.Duration(r.LeaseMs) * time.Millisecond})
+			got[r.SlotNo] = spans
+		}
+		s := spans[len(spans)-1]
+		s.Segments = append(s.Segments, Segment{Base: r.BaseOffset, Count: r.Count, KeyNo: r.KeyNo, Codec: r.Codec,
+			CreatedAt: r.CreatedAt, FirstID: r.FirstID, Keys: r.Keys, Frames: r.Frames})
+	}
+	i := 0
+	for no, l := range lists {
+		for _, c := range l.claims {
+			spans := got[i]
+			i++
+			switch {
+			case len(spans) > 0:
+				if !c.autoAck {
+					for _, s := range spans {
+						e.held.add(c.lease, s)
+					}
+				}
+				c.finish(e, spans, nil)
+			case !l.seen:
+				c.finish(e, nil, catalog.ErrGone)
+			case stale[no] && c.tries < 20:
+				// What stood in the way has been put aside: look again.
+				c.tries++
+				e.boardClaim(c)
+			default:
+				e.park.idle(c)
+			}
+		}
+	}
+}

@@ -1,0 +1,252 @@
+// Package groupcommit is the engine: everything that waits (pushes, acks, extends, claims, of all queues) boards
+// a flush, and one flush is one round trip and one commit.
+//
+// A caller boards an operation and waits for its result. A few flushers, GROUP_COMMIT_WIDTH of them, each take all
+// that boarded since their last departure: at once when idle, so nothing waits on a timer, and more the busier the
+// database is. Pushes and settles of a partition always board the same flusher, so a partition never waits on itself.
+//
+//	handler ── Push ──┐                      ┌── lock partitions, append, mark, settle, claim ──┐
+//	handler ── Ack ───┼─ board ── flusher ───┤        one pipeline, one transaction             ├─ results, hints
+//	parked pop ───────┘    ▲                 └──────────────────────────────────────────────────┘     │
+//	                       └──────────────── side lane: one partition alone ◄─────────────────────────┘
+//
+// What a flush stored is announced as hints (a partition with something to deliver) to the pops parked here, and
+// to other brokers. Pops that are parked when a push departs board the same flush (push-through): the message is
+// stored and leased in one commit.
+package groupcommit
+
+import (
+	"context"
+	"errors"
+	"log/slog"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"github.com/google/uuid"
+	"github.com/jackc/pgx/v5/pgxpool"
+
+	"ferrymq/catalog"
+	"ferrymq/db"
+	"ferrymq/dedup"
+	"ferrymq/segment"
+)
+
+// What an operation may fail with. Anything else is a statement that failed: nothing of the operation was stored.
+var (
+	// ErrNoConnection: no database connection in time. Nothing was stored.
+	ErrNoConnection = errors.New("no database connection")
+	// ErrUnknown: the connection broke during the commit; it may have happened or not.
+	ErrUnknown = errors.New("connection lost, outcome unknown")
+	// ErrOverloaded: too much waits already. Nothing was stored.
+	ErrOverloaded = errors.New("overloaded")
+	// ErrClosed: the broker is shutting down.
+	ErrClosed = errors.New("shutting down")
+	// ErrFull: the push would lift the queue above its maxSize. Nothing was stored.
+	ErrFull = errors.New("queue is full")
+	// ErrNoKey: the queue wants encryption and the broker has no key. Nothing was stored.
+	ErrNoKey = errors.New("encryption key not configured")
+)
+
+// connectTimeout is how long an operation waits for a database connection before it fails.
+const connectTimeout = 5 * time.Second
+
+// Hint says that a partition of a queue may have something to deliver: to one group, or to all when Group is 0.
+type Hint struct {
+	Queue     int32
+	Group     int32
+	Partition int64
+}
+
+// Options of New. Log, Pool and Catalog are required.
+type Options struct {
+	Pool    *pgxpool.Pool
+	Log     *slog.Logger
+	Hasher  segment.Hasher
+	Keys    *segment.Keys // nil: no encryption
+	Project int32
+
+	Width            int           // flushers
+	DedupBytes       int64         // memory of the deduplication window
+	PushQueueMax     int64         // messages waiting to be written
+	MaxParked        int           // parked pops
+	StatementTimeout time.Duration // a longer statement is cancelled
+	Recheck          Recheck
+	// Announce gets what a commit of this broker left to deliver, for other brokers. It must not block. May be nil.
+	Announce func([]Hint)
+}
+
+// Recheck is how often parked pops look at the database for what no hint told them.
+type Recheck struct {
+	Initial    time.Duration
+	Threshold  int // after so many empty ones the interval grows
+	Multiplier float64
+	Max        time.Duration
+}
+
+// Engine runs the flushers. Its methods may be called by any number of goroutines.
+type Engine struct {
+	Options
+	Catalog *catalog.Catalog
+
+	q        *db.Queries
+	dedup    *dedup.Cache
+	flushers []*flusher
+	park     *parking
+	held     *holding
+	sizes    sizes
+
+	waiting  atomic.Int64 // messages boarded and not yet decided
+	clock    atomic.Int64 // database clock minus ours, ns
+	nextDue  chan time.Duration
+	stop     context.Context
+	cancel   context.CancelFunc
+	draining chan struct{} // closed: parked pops end
+	workers  sync.WaitGroup
+	sideWork sync.WaitGroup
+	sideRoom chan struct{} // side lanes may hold so many connections
+}
+
+// New starts an engine. Close ends it.
+func New(o Options) *Engine {
+	e := &Engine{
+		Options: o, q: db.New(o.Pool), dedup: dedup.New(o.DedupBytes),
+		nextDue: make(chan time.Duration, 16), draining: make(chan struct{}),
+		sideRoom: make(chan struct{}, max(2, int(o.Pool.Config().MaxConns)/2)),
+	}
+	e.stop, e.cancel = context.WithCancel(context.Background())
+	e.Catalog = catalog.New(e.stop, o.Pool, o.Project, func(group int32) { e.park.look(group) })
+	e.park = newParking(e)
+	e.held = newHolding()
+	for range max(o.Width, 1) {
+		f := &flusher{e: e, kick: make(chan struct{}, 1), sides: make(map[partitionKey]*side)}
+		e.flushers = append(e.flushers, f)
+		e.workers.Add(1)
+		go f.run()
+	}
+	e.workers.Add(2)
+	go e.recheckLoop()
+	go e.promoteLoop()
+	return e
+}
+
+// Drain ends parked pops with an empty answer and makes new ones end at once. Pushes and acks go on.
+func (e *Engine) Drain() {
+	e.park.mu.Lock()
+	defer e.park.mu.Unlock()
+	select {
+	case <-e.draining:
+	default:
+		close(e.draining)
+		e.park.endAll(nil)
+	}
+}
+
+// Close refuses what boards from now on, finishes what has boarded, and returns when the last flush has ended.
+// Call it after the last request has been answered.
+func (e *Engine) Close() {
+	e.Drain()
+	for _, f := range e.flushers {
+		f.close()
+	}
+	e.cancel()
+	e.workers.Wait()
+	e.sideWork.Wait()
+	e.Catalog.Wait()
+}
+
+// Now is the database's clock, as well as this broker knows it: for windows that only need to be about right.
+func (e *Engine) Now() time.Time { return time.Now().Add(time.Duration(e.clock.Load())) }
+
+// seenClock learns the database's clock from a time it just assigned.
+func (e *Engine) seenClock(t time.Time) { e.clock.Store(int64(time.Until(t))) }
+
+// announce gives out what a commit outside of a flush left to deliver.
+func (e *Engine) announce(hints []Hint, q *catalog.Queue) {
+	if q != nil {
+		e.park.seen(q)
+	}
+	for _, h := range hints {
+		e.park.hint(h, nil)
+	}
+	if e.Announce != nil {
+		e.Announce(hints)
+	}
+}
+
+// Hint is what another broker announced: parked pops here may have work.
+func (e *Engine) Hint(h Hint) { e.park.hint(h, nil) }
+
+// LookAll makes every parked pop look at the database: after hints may have been lost.
+func (e *Engine) LookAll() { e.park.lookAll() }
+
+// due asks for a promotion in so many ms; negative = nothing is due.
+func (e *Engine) due(ms int64) {
+	if ms < 0 {
+		return
+	}
+	select {
+	case e.nextDue <- time.Duration(ms) * time.Millisecond:
+	default: // the loop looks at least once a second
+	}
+}
+
+// promoteLoop makes cursors claimable again whose delay, window or backoff is over, and wakes their groups.
+func (e *Engine) promoteLoop() {
+	defer e.workers.Done()
+	const idle = time.Second
+	timer := time.NewTimer(idle)
+	defer timer.Stop()
+	at := time.Now().Add(idle)
+	for {
+		select {
+		case <-e.stop.Done():
+			return
+		case d := <-e.nextDue:
+			if t := time.Now().Add(d); t.Before(at) {
+				at = t
+				timer.Reset(d)
+			}
+			continue
+		case <-timer.C:
+		}
+		next := idle
+		ctx, cancel := context.WithTimeout(e.stop, connectTimeout)
+		for {
+			rows, err := e.q.PromoteDue(ctx, db.PromoteDueParams{Max: 1000})
+			if err != nil {
+				if e.stop.Err() == nil {
+					e.Log.Debug("promoting due cursors failed", "error", db.Text(err))
+				}
+				break
+			}
+			for _, r := range rows {
+				e.park.hint(Hint{Group: r.GroupID, Partition: r.PartitionID}, nil)
+			}
+			if len(rows) < 1000 {
+				if ms, err := e.q.NextDue(ctx); err == nil {
+					next = min(idle, max(time.Duration(ms+1)*time.Millisecond, time.Millisecond))
+				}
+				break
+			}
+		}
+		cancel()
+		at = time.Now().Add(next)
+		timer.Reset(next)
+	}
+}
+
+// newLease is a UUIDv7 whose last four bytes are the group: extend finds the cursors of a lease from its id alone.
+// Group 0 is a lease that may span groups.
+func newLease(group int32) uuid.UUID {
+	id := segment.NewFirstID(time.Now())
+	rnd := uuid.New()
+	copy(id[9:12], rnd[:3])
+	id[12], id[13], id[14], id[15] = byte(group>>24), byte(group>>16), byte(group>>8), byte(group)
+	return id
+}
+
+// leaseGroup is the inverse of newLease.
+func leaseGroup(id uuid.UUID) int32 {
+	return int32(id[12])<<24 | int32(id[13])<<16 | int32(id[14])<<8 | int32(id[15])
+}

@@ -1,0 +1,262 @@
+package groupcommit
+
+import (
+	"context"
+	"errors"
+	"strconv"
+	"time"
+
+	"github.com/google/uuid"
+
+	"ferrymq/catalog"
+	"ferrymq/db"
+)
+
+// lockTimeout is how long a flush waits for a row lock before its partitions go on alone.
+const lockTimeout = 2 * time.Second
+
+func milliseconds(d time.Duration) string { return strconv.FormatInt(d.Milliseconds(), 10) }
+
+// flush sends one board: one pipeline, one transaction. On an error nothing has been answered.
+func (f *flusher) flush(b *board) error {
+	e := f.e
+	now := time.Now()
+	entries := f.plan(b.pushes)
+	settles := f.onePerCursor(b.settles)
+
+	// Parked pops whose partition is about to get something to deliver ride along.
+	claims := b.claims
+	for _, n := range entries {
+		if n.row != nil && n.total > 0 {
+			claims = e.park.ride(claims, Hint{Queue: n.queue.ID, Partition: n.row.ID})
+		}
+	}
+	for _, s := range settles {
+		if s.leavesWork() {
+			claims = e.park.ride(claims, Hint{Queue: s.group.QueueID, Group: s.group.ID, Partition: s.row.ID})
+		}
+	}
+	b.claims = claims
+	lists, claimParams := e.lists(claims, now)
+
+	var batch db.Flush
+	batch.FlushSettings(e.settings(lockTimeout))
+
+	var locks db.LockPartitionsParams
+	pushed := []int64{}
+	cursors := lockSet{db.LockCursorsParams{GroupIds: []int32{}, PartitionIds: []int64{}, LeaseIds: []uuid.UUID{}}}
+	a, c := appendParams(entries)
+	for _, id := range a.Ids {
+		pushed = append(pushed, id)
+		locks.Ids = append(locks.Ids, id)
+		locks.Reaches = append(locks.Reaches, 1<<63-1)
+	}
+	for _, s := range settles {
+		locks.Ids = append(locks.Ids, s.row.ID)
+		locks.Reaches = append(locks.Reaches, s.reach())
+		cursors.add(s.group.ID, s.row.ID, s.Lease)
+	}
+	for _, r := range b.restores {
+		cursors.add(r.group, r.partition, uuid.UUID{})
+	}
+	for _, x := range b.extends {
+		cursors.add(x.group, x.partition, x.lease)
+	}
+	cursors.Pushed = pushed
+
+	var locked []db.LockPartitionsRow
+	if len(locks.Ids) > 0 {
+		batch.LockPartitions(locks, &locked)
+	}
+	var appended []db.AppendSegmentsRow
+	if len(a.Ids) > 0 {
+		batch.AppendSegments(a, &appended)
+	}
+	var created []db.CreatePartitionsRow
+	if len(c.PublicIds) > 0 {
+		batch.CreatePartitions(c, &created)
+		batch.CreateCursors(db.CreateCursorsParams{PublicIds: c.PublicIds})
+	}
+	if len(pushed)+len(cursors.GroupIds) > 0 {
+		batch.LockCursors(cursors.LockCursorsParams)
+	}
+	if len(pushed) > 0 {
+		batch.MarkPending(db.MarkPendingParams{Pushed: pushed})
+	}
+	var settled []db.SettleCursorsRow
+	if len(settles) > 0 {
+		batch.SettleCursors(settleParams(settles), &settled)
+	}
+	if len(b.restores) > 0 {
+		batch.RestoreCursors(restoreParams(b.restores))
+	}
+	var extended []db.ExtendLeasesRow
+	if len(b.extends) > 0 {
+		batch.ExtendLeases(extendParams(b.extends), &extended)
+	}
+	var claimed []db.ClaimPartitionsRow
+	if len(claims) > 0 {
+		batch.ClaimPartitions(claimParams, &claimed)
+	}
+	if batch.Len() == 1 { // everything went to side lanes
+		return nil
+	}
+	if err := e.send(&batch, b.since); err != nil {
+		e.park.giveBack(lists)
+		// What plan moved to side lanes is theirs now.
+		b.pushes = b.pushes[:0]
+		for _, n := range entries {
+			b.pushes = append(b.pushes, n.pushes...)
+		}
+		b.settles = settles
+		return err
+	}
+
+	var hints []Hint
+	hints = f.deliverPushes(hints, entries, locked, appended, created)
+	for _, r := range settled {
+		s := settles[r.N]
+		s.apply(e, r)
+		if h, ok := s.hint(); ok {
+			hints = append(hints, h)
+		}
+	}
+	for _, s := range settles {
+		s.finish(nil)
+	}
+	for _, r := range extended {
+		b.extends[r.N].until = r.LeaseUntil
+	}
+	for _, x := range b.extends {
+		x.finish(nil)
+	}
+	for _, r := range b.restores {
+		hints = append(hints, Hint{Queue: r.queue, Group: r.group, Partition: r.partition})
+	}
+	e.deliverClaims(lists, claimed)
+	if len(hints) > 0 {
+		for _, h := range hints {
+			e.park.hint(h, lists)
+		}
+		if e.Announce != nil {
+			e.Announce(hints)
+		}
+	}
+	return nil
+}
+
+// send runs the batch on its own context, never a caller's.
+func (e *Engine) send(batch *db.Flush, since time.Time) error {
+	acquire, stop := context.WithTimeout(context.Background(), acquireTimeout(since))
+	conn, err := e.Pool.Acquire(acquire)
+	stop()
+	if err != nil {
+		return errors.Join(ErrNoConnection, err)
+	}
+	defer conn.Release()
+	// The server cancels a statement that is too long; this is for a server that does not answer any more.
+	ctx, cancel := context.WithTimeout(context.Background(), e.StatementTimeout+connectTimeout)
+	defer cancel()
+	if err := batch.Send(ctx, conn); err != nil {
+		if db.IsConnection(err) {
+			return errors.Join(ErrUnknown, err)
+		}
+		return err
+	}
+	return nil
+}
+
+// onePerCursor keeps one settle per cursor; the others are decided on what it leaves.
+func (f *flusher) onePerCursor(settles []*settle) []*settle {
+	if len(settles) < 2 {
+		return f.notAside(settles)
+	}
+	type cursor struct {
+		group     int32
+		partition int64
+	}
+	seen := make(map[cursor]bool, len(settles))
+	kept := settles[:0:0]
+	var later []*settle
+	for _, s := range settles {
+		k := cursor{s.group.ID, s.row.ID}
+		if seen[k] {
+			later = append(later, s)
+			continue
+		}
+		seen[k] = true
+		kept = append(kept, s)
+	}
+	if len(later) > 0 {
+		f.mu.Lock()
+		f.later = append(f.later, later...)
+		f.mu.Unlock()
+	}
+	return f.notAside(kept)
+}
+
+// notAside hands settles of partitions that work alone to their side lane.
+func (f *flusher) notAside(settles []*settle) []*settle {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	if len(f.sides) == 0 {
+		return settles
+	}
+	kept := settles[:0:0]
+	for _, s := range settles {
+		if lane := f.sides[keyOf(s.partition)]; lane != nil {
+			lane.settles = append(lane.settles, s)
+			continue
+		}
+		kept = append(kept, s)
+	}
+	return kept
+}
+
+// deliverPushes answers the pushes of a committed flush. What lost its compare-and-set, was created elsewhere or is gone goes on alone.
+func (f *flusher) deliverPushes(hints []Hint, entries []*entry, locked []db.LockPartitionsRow, appended []db.AppendSegmentsRow, created []db.CreatePartitionsRow) []Hint {
+	if len(entries) == 0 {
+		return hints
+	}
+	byID := make(map[int64]db.AppendSegmentsRow, len(appended))
+	for _, r := range appended {
+		byID[r.ID] = r
+	}
+	exists := make(map[int64]bool, len(locked))
+	for _, r := range locked {
+		exists[r.ID] = true
+	}
+	byPublic := make(map[uuid.UUID]db.CreatePartitionsRow, len(created))
+	for _, r := range created {
+		byPublic[r.PublicID] = r
+	}
+	for _, n := range entries {
+		done := n.total == 0
+		if n.row == nil {
+			if r, ok := byPublic[n.public]; ok {
+				f.e.Catalog.Claimed(n.queue.ID, r.ID, r.PublicID, n.partition.Name, n.total)
+				if n.row = n.partition.Row(); n.row == nil || n.row.ID != r.ID {
+					n.partition.Created(catalog.Row{ID: r.ID, PublicID: r.PublicID})
+					n.row = n.partition.Row()
+				}
+				n.base, n.createdAt, done = 0, r.CreatedAt, true
+			}
+		} else if r, ok := byID[n.row.ID]; ok {
+			n.base, n.createdAt, done = r.Base, r.CreatedAt, true
+		} else if !exists[n.row.ID] {
+			n.partition.Forget(n.row)
+			f.e.dedup.Forget(n.row.ID)
+		}
+		if done {
+			n.stored(f.e)
+			hints = append(hints, Hint{Queue: n.queue.ID, Partition: n.row.ID})
+			f.e.park.seen(n.queue)
+			continue
+		}
+		f.mu.Lock()
+		s := f.aside(n.partition)
+		s.pushes = append(s.pushes, n.pushes...)
+		f.mu.Unlock()
+	}
+	return hints
+}

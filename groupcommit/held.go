@@ -1,0 +1,246 @@
+package groupcommit
+
+import (
+	"sync"
+	"time"
+
+	"github.com/google/uuid"
+
+	"ferrymq/segment"
+)
+
+// holding remembers what this broker delivered under leases: acks name messages by their transaction ids, and this
+// turns them into offsets without reading. It is bounded, and only ever a shortcut: what it lacks is read from the database.
+type holding struct {
+	mu         sync.Mutex
+	young, old map[cursorKey]*held
+	leases     map[uuid.UUID][]cursorKey
+	weight     int
+}
+
+type cursorKey struct {
+	group     int32
+	partition int64
+}
+
+// held is one leased batch.
+type held struct {
+	lease     uuid.UUID
+	until     time.Time // by this broker's clock; about
+	committed int64
+	end       int64
+	parts     []keyed
+}
+
+// keyed is the ids of one segment's messages.
+type keyed struct {
+	base  int64
+	count int
+	first uuid.UUID
+	keys  []byte
+}
+
+// maxHeld is how many messages one generation remembers: about 20 MB.
+const maxHeld = 1 << 20
+
+func newHolding() *holding {
+	return &holding{young: make(map[cursorKey]*held), leases: make(map[uuid.UUID][]cursorKey)}
+}
+
+// add remembers a batch.
+func (h *holding) add(lease uuid.UUID, s *Span) {
+	n := &held{lease: lease, until: time.Now().Add(s.lease), committed: s.Start, end: s.Start + s.Take}
+	for _, g := range s.Segments {
+		n.parts = append(n.parts, keyed{base: g.Base, count: int(g.Count), first: g.FirstID, keys: g.Keys})
+	}
+	k := cursorKey{s.Group.ID, s.Row.ID}
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	if h.weight += int(s.Take); h.weight > maxHeld {
+		for _, x := range h.old {
+			delete(h.leases, x.lease)
+		}
+		h.old, h.young, h.weight = h.young, make(map[cursorKey]*held), int(s.Take)
+	}
+	h.remove(k)
+	h.young[k] = n
+	h.leases[lease] = append(h.leases[lease], k)
+}
+
+func (h *holding) find(k cursorKey) *held {
+	if n := h.young[k]; n != nil {
+		return n
+	}
+	return h.old[k]
+}
+
+func (h *holding) remove(k cursorKey) {
+	n := h.find(k)
+	if n == nil {
+		return
+	}
+	delete(h.young, k)
+	delete(h.old, k)
+	keys := h.leases[n.lease]
+	for i, x := range keys {
+		if x == k {
+			keys = append(keys[:i], keys[i+1:]...)
+			break
+		}
+	}
+	if len(keys) == 0 {
+		delete(h.leases, n.lease)
+	} else {
+		h.leases[n.lease] = keys
+	}
+}
+
+// get is the batch of a cursor if it was delivered here under that lease.
+func (h *holding) get(group int32, partition int64, lease uuid.UUID) (held, bool) {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	n := h.find(cursorKey{group, partition})
+	if n == nil || n.lease != lease {
+		return held{}, false
+	}
+	return *n, true
+}
+
+// live guesses whether a cursor is leased: then hints about it wait for its holder, whose ack or the end of the lease brings them up again.
+func (h *holding) live(group int32, partition int64) bool {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	n := h.find(cursorKey{group, partition})
+	return n != nil && time.Now().Before(n.until)
+}
+
+// extended notes how long a lease lasts now.
+func (h *holding) extended(group int32, partition int64, until time.Time) {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	if n := h.find(cursorKey{group, partition}); n != nil {
+		n.until = until
+	}
+}
+
+// settled notes where a settle left the cursor.
+func (h *holding) settled(group int32, partition int64, committed int64, released bool) {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	k := cursorKey{group, partition}
+	if n := h.find(k); n != nil {
+		if released || committed >= n.end {
+			h.remove(k)
+			return
+		}
+		n.committed = committed
+	}
+}
+
+func (h *holding) drop(group int32, partition int64) {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	h.remove(cursorKey{group, partition})
+}
+
+// cursors are those a lease was handed out for here.
+func (h *holding) cursors(lease uuid.UUID) []cursorKey {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	return append([]cursorKey(nil), h.leases[lease]...)
+}
+
+// finder resolves transaction ids to offsets within a list of segments.
+type finder struct {
+	hasher segment.Hasher
+	parts  []keyed
+	from   int64 // offsets below are not looked at
+	to     int64 // nor these and above
+	calls  int
+	index  map[segment.Key]int64 // the lowest offset of each key, made once there are many calls
+	seen   map[string]int64
+}
+
+// next finds the lowest offset of an id; a repeated mention of it finds the next occurrence.
+func (f *finder) next(id string) (int64, bool) {
+	k := f.hasher.Key(id)
+	minted, isUUID := parseUUID(id)
+	from := f.from
+	if last, again := f.seen[id]; again {
+		from = last + 1
+	} else if f.calls++; f.calls > 16 {
+		f.buildIndex()
+	}
+	at, ok := int64(0), false
+	if f.index != nil && from == f.from {
+		at, ok = f.index[k]
+		if isUUID {
+			if m, found := f.search(segment.Key{}, minted, true, from); found && (!ok || m < at) {
+				at, ok = m, true
+			}
+		}
+	} else {
+		at, ok = f.search(k, minted, isUUID, from)
+	}
+	if ok {
+		if f.seen == nil {
+			f.seen = make(map[string]int64)
+		}
+		f.seen[id] = at
+	}
+	return at, ok
+}
+
+func (f *finder) search(k segment.Key, minted uuid.UUID, isUUID bool, from int64) (int64, bool) {
+	for n := range f.parts {
+		p := &f.parts[n]
+		if p.base+int64(p.count) <= from || p.base >= f.to {
+			continue
+		}
+		if i := p.index(int(max(from-p.base, 0)), int(min(f.to-p.base, int64(p.count))), k, minted, isUUID); i >= 0 {
+			return p.base + int64(i), true
+		}
+	}
+	return 0, false
+}
+
+func (f *finder) buildIndex() {
+	if f.index != nil {
+		return
+	}
+	f.index = make(map[segment.Key]int64)
+	for n := range f.parts {
+		p := &f.parts[n]
+		for i := int(max(f.from-p.base, 0)); i < p.count && p.base+int64(i) < f.to; i++ {
+			if k := segment.KeyAt(p.keys, i); k != (segment.Key{}) {
+				if _, ok := f.index[k]; !ok {
+					f.index[k] = p.base + int64(i)
+				}
+			}
+		}
+	}
+}
+
+// index is the first message of [from, to) with that id, or -1.
+func (p *keyed) index(from, to int, k segment.Key, minted uuid.UUID, isUUID bool) int {
+	at := -1
+	if len(p.keys) > 0 && k != (segment.Key{}) {
+		if i := segment.FindKey(p.keys, from, k); i >= 0 && i < to {
+			at = i
+		}
+	}
+	if isUUID {
+		if i, ok := segment.IndexOf(p.first, p.count, minted); ok && i >= from && i < to && segment.KeyAt(p.keys, i) == (segment.Key{}) && (at < 0 || i < at) {
+			at = i
+		}
+	}
+	return at
+}
+
+func parseUUID(s string) (uuid.UUID, bool) {
+	if len(s) != 36 {
+		return uuid.UUID{}, false
+	}
+	id, err := uuid.Parse(s)
+	return id, err == nil && id.String() == s
+}

@@ -1,0 +1,388 @@
+package groupcommit
+
+import (
+	"context"
+	"errors"
+	"time"
+
+	"github.com/google/uuid"
+
+	"ferrymq/catalog"
+	"ferrymq/db"
+)
+
+// Pop says what a pop asks for. Queue is empty for discovery, which then matches by Scope.
+type Pop struct {
+	Queue     string
+	Partition *string // nil: any
+	Scope     catalog.Scope
+	Group     string
+	Named     bool // the client named the group: then a missing partition is created for it
+	Start     catalog.Start
+
+	Batch      int64         // most messages of the call
+	Partitions int64         // most partitions of the call
+	Seconds    int32         // of the lease; 0: the queue's
+	AutoAck    bool          // move the cursors instead of leasing
+	Wait       time.Duration // 0: answer at once
+}
+
+// Delivery is what a pop got. Release gives it back.
+type Delivery struct {
+	Lease uuid.UUID
+	Spans []*Span
+
+	claims []*claim
+	e      *Engine
+}
+
+// Release gives back what was not delivered: the leases end, or the cursors go back, as if the pop had not happened.
+// rest keeps the partitions from being claimed again for 5 seconds, because their data could not be read.
+func (d *Delivery) Release(rest bool) {
+	for _, c := range d.claims {
+		c.mu.Lock()
+		spans := c.spans
+		c.mu.Unlock()
+		d.e.giveBack(c, spans, rest)
+	}
+}
+
+// patience is how much longer than its timeout a pop waits for the flush its claim is on.
+const patience = 300 * time.Millisecond
+
+// Pop claims messages, waiting for them as long as p says. Nil: there was nothing, or the broker is draining.
+// When ctx ends first nothing stays leased, and its error is returned.
+func (e *Engine) Pop(ctx context.Context, p *Pop) (*Delivery, error) {
+	deadline := time.Now().Add(p.Wait)
+	for tries := 0; ; tries++ {
+		var d *Delivery
+		var err error
+		switch {
+		case p.Queue == "":
+			d, err = e.popDiscovery(ctx, p, deadline)
+		case p.Partition != nil:
+			d, err = e.popPartition(ctx, p, deadline)
+		default:
+			d, err = e.popQueue(ctx, p, deadline)
+		}
+		if errors.Is(err, catalog.ErrGone) && tries < 10 {
+			// Deleted and perhaps made again since it was looked up.
+			e.Catalog.ForgetQueue(p.Queue)
+			continue
+		}
+		return d, err
+	}
+}
+
+func (e *Engine) queue(ctx context.Context, name string) (*catalog.Queue, error) {
+	q, err := e.Catalog.EnsureQueue(ctx, name)
+	if err != nil {
+		return nil, e.readError(err)
+	}
+	return q, nil
+}
+
+func (e *Engine) popQueue(ctx context.Context, p *Pop, deadline time.Time) (*Delivery, error) {
+	q, err := e.queue(ctx, p.Queue)
+	if err != nil {
+		return nil, err
+	}
+	g, err := e.Catalog.Register(ctx, q.ID, p.Group, p.Start)
+	if err != nil {
+		return nil, e.readError(err)
+	}
+	if hold := time.Duration(q.MinPopWaitTime) * time.Millisecond; hold > 0 && p.Wait > 0 && p.Batch > 1 {
+		return e.popFilled(ctx, p, q, g, hold, deadline)
+	}
+	return e.popGroup(ctx, p, q, g, deadline)
+}
+
+// popGroup claims from any partition of a registered group.
+func (e *Engine) popGroup(ctx context.Context, p *Pop, q *catalog.Queue, g *catalog.Group, deadline time.Time) (*Delivery, error) {
+	seeded := g.Seeded()
+	for {
+		c := e.newClaim(p, q, g, newLease(g.ID), p.Batch, p.Partitions)
+		// While the group's cursors are being made, an empty answer means nothing yet.
+		c.wait = p.Wait > 0 && seeded == nil
+		d, err := e.await(ctx, c, deadline)
+		if d != nil || err != nil || seeded == nil {
+			return d, e.forgetGone(g, err)
+		}
+		select {
+		case <-seeded:
+			seeded = nil
+		case <-ctx.Done():
+			return nil, ctx.Err()
+		case <-e.draining:
+			return nil, nil
+		}
+	}
+}
+
+func (e *Engine) forgetGone(g *catalog.Group, err error) error {
+	if errors.Is(err, catalog.ErrGone) {
+		e.Catalog.ForgetGroup(g.QueueID, g.Name)
+	}
+	return err
+}
+
+func (e *Engine) newClaim(p *Pop, q *catalog.Queue, g *catalog.Group, lease uuid.UUID, budget, parts int64) *claim {
+	return &claim{queue: q, group: g, lease: lease, budget: budget, parts: max(parts, 1), seconds: p.Seconds, autoAck: p.AutoAck, done: make(chan struct{})}
+}
+
+// await boards a claim and waits for its answer, its deadline, or the end of the caller.
+func (e *Engine) await(ctx context.Context, c *claim, deadline time.Time) (*Delivery, error) {
+	e.park.enter(c.group)
+	e.boardClaim(c)
+	timer := time.NewTimer(time.Until(deadline))
+	defer timer.Stop()
+	select {
+	case <-c.done:
+		return e.answer(ctx, c)
+	case <-ctx.Done():
+		return e.leave(ctx, c, ctx.Err())
+	case <-timer.C:
+	}
+	if c.wait && e.park.withdraw(c) {
+		return nil, nil
+	}
+	// On a flush, or about to board one: a non-waiting pop stays for its answer, a waiting one for a little.
+	if c.wait {
+		timer.Reset(patience)
+	} else {
+		timer.Reset(e.StatementTimeout + 2*connectTimeout)
+	}
+	select {
+	case <-c.done:
+		return e.answer(ctx, c)
+	case <-ctx.Done():
+		return e.leave(ctx, c, ctx.Err())
+	case <-timer.C:
+		return e.leave(ctx, c, nil)
+	}
+}
+
+// leave gives a claim up. If it has just been answered, the answer counts for a caller that is still there.
+func (e *Engine) leave(ctx context.Context, c *claim, err error) (*Delivery, error) {
+	if e.park.withdraw(c) {
+		c.leave()
+		return nil, err
+	}
+	if c.leave() {
+		if err == nil && c.tries == 0 && !c.wait {
+			err = ErrNoConnection
+		}
+		return nil, err
+	}
+	return e.answer(ctx, c)
+}
+
+func (e *Engine) answer(ctx context.Context, c *claim) (*Delivery, error) {
+	if c.err != nil || len(c.spans) == 0 {
+		return nil, c.err
+	}
+	d := &Delivery{Lease: c.lease, Spans: c.spans, claims: []*claim{c}, e: e}
+	if ctx.Err() != nil {
+		d.Release(false)
+		return nil, ctx.Err()
+	}
+	return d, nil
+}
+
+// popFilled holds a batch that is not full up to the queue's minPopWaitTime: nothing is leased meanwhile.
+func (e *Engine) popFilled(ctx context.Context, p *Pop, q *catalog.Queue, g *catalog.Group, hold time.Duration, deadline time.Time) (*Delivery, error) {
+	if seeded := g.Seeded(); seeded != nil {
+		select {
+		case <-seeded:
+		case <-ctx.Done():
+			return nil, ctx.Err()
+		}
+	}
+	w := &watcher{queue: q.ID, group: g.Name}
+	if !e.park.watch(w) {
+		return nil, ErrOverloaded
+	}
+	defer e.park.unwatch(w)
+	e.park.enter(g)
+	var until time.Time // when the held batch goes
+	for {
+		available, err := e.q.GroupAvailable(ctx, db.GroupAvailableParams{GroupID: g.ID, Parts: max(p.Partitions, 1)})
+		if err != nil {
+			return nil, e.readError(err)
+		}
+		if available > 0 && until.IsZero() {
+			if until = time.Now().Add(hold); until.After(deadline) {
+				until = deadline
+			}
+		}
+		if available >= p.Batch || (available > 0 && !time.Now().Before(until)) {
+			once := *p
+			once.Wait = 0
+			d, err := e.popGroup(ctx, &once, q, g, time.Now())
+			if d != nil || err != nil {
+				return d, err
+			}
+			until = time.Time{}
+		}
+		next := time.Until(deadline)
+		if !until.IsZero() {
+			next = time.Until(until)
+		}
+		if next <= 0 && !time.Now().Before(deadline) {
+			return nil, nil
+		}
+		timer := time.NewTimer(max(next, time.Millisecond))
+		select {
+		case <-w.sign:
+			// Pushes come in bursts: look at most every few milliseconds.
+			select {
+			case <-time.After(5 * time.Millisecond):
+			case <-ctx.Done():
+			}
+		case <-timer.C:
+		case <-ctx.Done():
+		case <-e.draining:
+			timer.Stop()
+			return nil, nil
+		}
+		timer.Stop()
+		if ctx.Err() != nil {
+			return nil, ctx.Err()
+		}
+	}
+}
+
+func (e *Engine) popPartition(ctx context.Context, p *Pop, deadline time.Time) (*Delivery, error) {
+	var w *watcher
+	for {
+		q, err := e.queue(ctx, p.Queue)
+		if err != nil {
+			return nil, err
+		}
+		found, err := e.Catalog.Partitions(ctx, q, []string{*p.Partition})
+		if err != nil {
+			return nil, e.readError(err)
+		}
+		part := found[0]
+		g, err := e.Catalog.Meet(ctx, q, part, p.Group, p.Start, p.Named)
+		if err != nil {
+			return nil, e.readError(err)
+		}
+		if row := part.Row(); row != nil {
+			c := e.newClaim(p, q, g, newLease(g.ID), p.Batch, 1)
+			c.partition, c.wait = row, p.Wait > 0
+			d, err := e.await(ctx, c, deadline)
+			if errors.Is(err, catalog.ErrGone) {
+				part.Forget(row)
+			}
+			return d, e.forgetGone(g, err)
+		}
+		// Queue mode, and the partition does not exist: wait for the push that makes it.
+		if w == nil {
+			if p.Wait <= 0 {
+				return nil, nil
+			}
+			w = &watcher{queue: q.ID, group: p.Group}
+			if !e.park.watch(w) {
+				return nil, ErrOverloaded
+			}
+			defer e.park.unwatch(w)
+			continue // look once more, now that nothing can be missed
+		}
+		if done, err := e.sign(ctx, w, deadline); done {
+			return nil, err
+		}
+	}
+}
+
+// sign waits for a watcher's sign; done when there is nothing more to wait for.
+func (e *Engine) sign(ctx context.Context, w *watcher, deadline time.Time) (done bool, err error) {
+	timer := time.NewTimer(time.Until(deadline))
+	defer timer.Stop()
+	select {
+	case <-w.sign:
+		return false, nil
+	case <-timer.C:
+		return true, nil
+	case <-e.draining:
+		return true, nil
+	case <-ctx.Done():
+		return true, ctx.Err()
+	}
+}
+
+// popDiscovery takes one queue's group at a time, in turn, until the batch or the partitions are used up.
+func (e *Engine) popDiscovery(ctx context.Context, p *Pop, deadline time.Time) (*Delivery, error) {
+	var w *watcher
+	lease := newLease(0)
+	for {
+		d, err := e.discover(ctx, p, lease)
+		if d != nil || err != nil {
+			return d, err
+		}
+		if w == nil {
+			if p.Wait <= 0 {
+				return nil, nil
+			}
+			w = &watcher{scope: p.Scope, group: p.Group}
+			if !e.park.watch(w) {
+				return nil, ErrOverloaded
+			}
+			defer e.park.unwatch(w)
+			continue
+		}
+		if done, err := e.sign(ctx, w, deadline); done {
+			return nil, err
+		}
+	}
+}
+
+func (e *Engine) discover(ctx context.Context, p *Pop, lease uuid.UUID) (*Delivery, error) {
+	if err := e.Catalog.Discover(ctx, p.Scope, p.Group, p.Start); err != nil {
+		return nil, e.readError(err)
+	}
+	budget, parts := p.Batch, max(p.Partitions, 1)
+	turn := e.park.turn(p.Scope, p.Group)
+	ready, err := e.Catalog.Ready(ctx, p.Scope, p.Group, turn, min(parts, 100))
+	if err != nil {
+		return nil, e.readError(err)
+	}
+	whole := &Delivery{Lease: lease, e: e}
+	for _, r := range ready {
+		e.park.turned(p.Scope, p.Group, r.ID)
+		q, err := e.queue(ctx, r.Name)
+		if err != nil {
+			whole.Release(false)
+			return nil, err
+		}
+		if q.ID != r.QueueID {
+			continue // deleted and made again just now
+		}
+		c := e.newClaim(p, q, &catalog.Group{ID: r.ID, QueueID: r.QueueID, Name: p.Group, Registered: true}, lease, budget, parts)
+		c.discovery = true
+		d, err := e.await(ctx, c, time.Now())
+		if errors.Is(err, catalog.ErrGone) {
+			continue
+		}
+		if err != nil {
+			whole.Release(false)
+			return nil, err
+		}
+		if d == nil {
+			continue
+		}
+		whole.claims = append(whole.claims, d.claims...)
+		whole.Spans = append(whole.Spans, d.Spans...)
+		for _, s := range d.Spans {
+			budget -= s.Take
+			parts--
+		}
+		if budget <= 0 || parts <= 0 {
+			break
+		}
+	}
+	if len(whole.Spans) == 0 {
+		return nil, nil
+	}
+	return whole, nil
+}

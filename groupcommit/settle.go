@@ -1,0 +1,188 @@
+package groupcommit
+
+import (
+	"time"
+
+	"github.com/google/uuid"
+
+	"ferrymq/catalog"
+	"ferrymq/db"
+)
+
+// The actions and outcomes of the statement SettleCursors.
+const (
+	actComplete   = 0
+	actFailed     = 1
+	actRetry      = 2
+	actDeadLetter = 3
+	actGiveBack   = 4
+	actRest       = 5
+
+	outApplied  = 0
+	outFiled    = 1
+	outNeedCopy = 2
+	outNoBatch  = 3
+	outDropped  = 4
+)
+
+// settle moves one cursor, fenced by a lease and by the offset it was decided on.
+type settle struct {
+	group     *catalog.Group
+	partition *catalog.Partition
+	row       *catalog.Row
+	Lease     uuid.UUID // zero: none asked for
+	Expected  int64
+	Action    int32
+	MoveTo    int64
+	FailedAt  int64
+	Copy      *deadCopy
+	Error     string
+
+	Applied   bool
+	Outcome   int32
+	Committed int64
+	Released  bool
+	Pending   bool
+	DueMs     int64
+	Err       error
+	done      chan struct{} // nil: nobody waits
+}
+
+// deadCopy is a message as its dead letter keeps it.
+type deadCopy struct {
+	id            uuid.UUID
+	messageID     uuid.UUID
+	transactionID string
+	keyNo, codec  int16
+	frames        []byte
+	createdAt     time.Time
+}
+
+// reach is the highest offset the settle can move the cursor to.
+func (s *settle) reach() int64 {
+	if s.Action == actFailed || s.Action == actDeadLetter {
+		return s.FailedAt + 1
+	}
+	return s.MoveTo
+}
+
+// leavesWork guesses whether the partition will have something to deliver once the settle is applied.
+func (s *settle) leavesWork() bool {
+	switch s.Action {
+	case actComplete, actDeadLetter:
+		return s.partition.Tail() > s.reach()
+	case actRetry, actGiveBack:
+		return true
+	}
+	return false // failed: perhaps delayed
+}
+
+func (s *settle) apply(e *Engine, r db.SettleCursorsRow) {
+	s.Applied, s.Outcome, s.Committed, s.Released, s.Pending, s.DueMs = true, r.Outcome, r.Committed, r.Released, r.Pending, r.DueMs
+	if s.Outcome == outNeedCopy {
+		return
+	}
+	e.held.settled(s.group.ID, s.row.ID, s.Committed, s.Released)
+	e.due(s.DueMs)
+}
+
+// hint is what the settle left for others.
+func (s *settle) hint() (Hint, bool) {
+	return Hint{Queue: s.group.QueueID, Group: s.group.ID, Partition: s.row.ID},
+		s.Applied && s.Outcome != outNeedCopy && s.Pending && s.Released && s.DueMs < 0
+}
+
+func (s *settle) finish(err error) {
+	s.Err = err
+	if s.done != nil {
+		close(s.done)
+	}
+}
+
+func (e *Engine) boardSettle(s *settle) {
+	if !e.flusherOf(s.partition.Lane).enter(func(b *board) { b.settles = append(b.settles, s) }) {
+		s.finish(ErrClosed)
+	}
+}
+
+func settleParams(settles []*settle) db.SettleCursorsParams {
+	p := db.SettleCursorsParams{}
+	for i, s := range settles {
+		p.Ns = append(p.Ns, int32(i))
+		p.GroupIds = append(p.GroupIds, s.group.ID)
+		p.PartitionIds = append(p.PartitionIds, s.row.ID)
+		p.LeaseIds = append(p.LeaseIds, s.Lease)
+		p.Expecteds = append(p.Expecteds, s.Expected)
+		p.Actions = append(p.Actions, s.Action)
+		p.MoveTos = append(p.MoveTos, s.MoveTo)
+		p.FailedAts = append(p.FailedAts, s.FailedAt)
+		p.Reaches = append(p.Reaches, s.reach())
+		c := s.Copy
+		if c == nil {
+			c = &deadCopy{frames: []byte{}}
+		}
+		p.DeadIds = append(p.DeadIds, c.id)
+		p.MessageIds = append(p.MessageIds, c.messageID)
+		p.TransactionIds = append(p.TransactionIds, c.transactionID)
+		p.Errors = append(p.Errors, s.Error)
+		p.KeyNos = append(p.KeyNos, c.keyNo)
+		p.Codecs = append(p.Codecs, c.codec)
+		p.Frames = append(p.Frames, c.frames)
+		p.CreatedAts = append(p.CreatedAts, c.createdAt)
+	}
+	return p
+}
+
+// lockSet is the arguments of LockCursors being collected.
+type lockSet struct{ db.LockCursorsParams }
+
+func (l *lockSet) add(group int32, partition int64, lease uuid.UUID) {
+	l.GroupIds = append(l.GroupIds, group)
+	l.PartitionIds = append(l.PartitionIds, partition)
+	l.LeaseIds = append(l.LeaseIds, lease)
+}
+
+// restore undoes an autoAck claim nobody received.
+type restore struct {
+	queue      int32
+	group      int32
+	partition  int64
+	start, end int64
+	rest       bool
+}
+
+func restoreParams(rs []*restore) (p db.RestoreCursorsParams) {
+	for _, r := range rs {
+		p.GroupIds = append(p.GroupIds, r.group)
+		p.PartitionIds = append(p.PartitionIds, r.partition)
+		p.StartOffsets = append(p.StartOffsets, r.start)
+		p.EndOffsets = append(p.EndOffsets, r.end)
+		p.Rests = append(p.Rests, r.rest)
+	}
+	return p
+}
+
+// extend moves the end of one cursor's lease.
+type extend struct {
+	group     int32
+	partition int64
+	lease     uuid.UUID
+	seconds   int32
+
+	until time.Time // zero: the lease had ended
+	err   error
+	done  chan struct{}
+}
+
+func (x *extend) finish(err error) { x.err = err; close(x.done) }
+
+func extendParams(xs []*extend) (p db.ExtendLeasesParams) {
+	for i, x := range xs {
+		p.Ns = append(p.Ns, int32(i))
+		p.GroupIds = append(p.GroupIds, x.group)
+		p.PartitionIds = append(p.PartitionIds, x.partition)
+		p.LeaseIds = append(p.LeaseIds, x.lease)
+		p.Seconds = append(p.Seconds, x.seconds)
+	}
+	return p
+}

@@ -1,0 +1,330 @@
+package groupcommit
+
+import (
+	"context"
+	"errors"
+	"time"
+
+	"github.com/google/uuid"
+	"github.com/jackc/pgx/v5"
+
+	"ferrymq/catalog"
+	"ferrymq/db"
+	"ferrymq/dedup"
+	"ferrymq/segment"
+)
+
+// side is a partition that works alone, one transaction after the other, until nothing waits for it:
+// because deduplication has to read before it can judge, because another broker won the compare-and-set, or
+// because someone holds a lock on it for long.
+type side struct {
+	partition *catalog.Partition
+	pushes    []*Push
+	settles   []*settle
+}
+
+// aside returns the side lane of a partition, starting it when there is none. f.mu is held.
+func (f *flusher) aside(p *catalog.Partition) *side {
+	key := keyOf(p)
+	s := f.sides[key]
+	if s == nil {
+		s = &side{partition: p}
+		f.sides[key] = s
+		f.e.sideWork.Add(1)
+		go f.runSide(key, s)
+	}
+	return s
+}
+
+func (f *flusher) runSide(key partitionKey, s *side) {
+	defer f.e.sideWork.Done()
+	var scratch builders
+	for {
+		f.mu.Lock()
+		pushes, settles := s.pushes, s.settles
+		s.pushes, s.settles = nil, nil
+		if len(pushes)+len(settles) == 0 {
+			delete(f.sides, key)
+			f.mu.Unlock()
+			return
+		}
+		f.mu.Unlock()
+		if len(pushes) > 0 {
+			f.e.sidePush(&scratch, s.partition, pushes)
+		}
+		for _, x := range settles {
+			f.e.sideSettle(x)
+		}
+	}
+}
+
+// alone runs fn in a transaction with its own connection, again after a deadlock, and turns errors into this package's.
+func (e *Engine) alone(fn func(ctx context.Context, q *db.Queries) error) error {
+	e.sideRoom <- struct{}{}
+	defer func() { <-e.sideRoom }()
+	ctx, cancel := context.WithTimeout(context.Background(), e.StatementTimeout+connectTimeout)
+	defer cancel()
+	for again := false; ; again = true {
+		acquire, stop := context.WithTimeout(ctx, connectTimeout)
+		conn, err := e.Pool.Acquire(acquire)
+		stop()
+		if err != nil {
+			return ErrNoConnection
+		}
+		committing := false
+		err = func() error {
+			defer conn.Release()
+			tx, err := conn.Begin(ctx)
+			if err != nil {
+				return ErrNoConnection
+			}
+			defer tx.Rollback(ctx)
+			q := e.q.WithTx(tx)
+			// A side lane may wait as long as a statement may run: that is what it is for.
+			if err := q.FlushSettings(ctx, e.settings(e.StatementTimeout)); err != nil {
+				return err
+			}
+			if err := fn(ctx, q); err != nil {
+				return err
+			}
+			committing = true
+			return tx.Commit(ctx)
+		}()
+		if db.IsRetryable(err) && !again {
+			continue
+		}
+		if committing && db.IsConnection(err) {
+			return ErrUnknown
+		}
+		if db.IsConnection(err) {
+			return ErrNoConnection
+		}
+		return err
+	}
+}
+
+// sidePush stores pushes of one partition under its lock: what deduplication misses is read first, so it cannot lose twice.
+func (e *Engine) sidePush(s *builders, p *catalog.Partition, pushes []*Push) {
+	fail := func(err error) {
+		if !errors.Is(err, ErrNoConnection) && !errors.Is(err, ErrUnknown) {
+			e.Log.Error("a push failed", "queue", pushes[0].Queue.Name, "error", db.Text(err))
+		}
+		for _, x := range pushes {
+			x.finish(e, err)
+		}
+	}
+	n := &entry{partition: p, queue: pushes[0].Queue, row: p.Row(), pushes: pushes, expected: -1}
+	for _, x := range pushes {
+		n.keyed = n.keyed || len(x.keys) > 0
+		if x.Queue.UpdatedAt.After(n.queue.UpdatedAt) {
+			n.queue = x.Queue
+		}
+	}
+	if n.row == nil {
+		ctx, cancel := context.WithTimeout(context.Background(), connectTimeout)
+		err := e.Catalog.Resolve(ctx, p)
+		cancel()
+		if err != nil {
+			fail(e.readError(err))
+			return
+		}
+		if n.row = p.Row(); n.row == nil {
+			e.reboard(pushes)
+			return
+		}
+	}
+	judging := n.keyed && n.queue.DedupWindowSeconds > 0
+	gone := false
+	err := e.alone(func(ctx context.Context, q *db.Queries) error {
+		if judging { // most of a long window is read before the lock is taken
+			if err := e.catchUp(ctx, q, n); err != nil {
+				return err
+			}
+		}
+		locked, err := q.PartitionLock(ctx, db.PartitionLockParams{ID: n.row.ID})
+		if errors.Is(err, pgx.ErrNoRows) {
+			gone = true
+			return nil
+		}
+		if err != nil {
+			return err
+		}
+		var known map[segment.Key]uuid.UUID
+		if judging {
+			if err := e.catchUp(ctx, q, n); err != nil {
+				return err
+			}
+			if known, err = e.confirm(ctx, q, n); err != nil {
+				return err
+			}
+		}
+		n.build(e, s, known)
+		n.base = locked.NextOffset
+		n.createdAt = e.Now()
+		if n.total == 0 {
+			return nil
+		}
+		a, _ := appendParams([]*entry{n})
+		rows, err := q.AppendSegments(ctx, a)
+		if err != nil {
+			return err
+		}
+		if len(rows) == 0 { // the queue was deleted
+			gone = true
+			return nil
+		}
+		n.base, n.createdAt = rows[0].Base, rows[0].CreatedAt
+		pushed := []int64{n.row.ID}
+		if err := q.LockCursors(ctx, db.LockCursorsParams{Pushed: pushed, GroupIds: []int32{}, PartitionIds: []int64{}, LeaseIds: []uuid.UUID{}}); err != nil {
+			return err
+		}
+		return q.MarkPending(ctx, db.MarkPendingParams{Pushed: pushed})
+	})
+	switch {
+	case err != nil:
+		fail(err)
+	case gone:
+		p.Forget(n.row)
+		e.dedup.Forget(n.row.ID)
+		e.reboard(pushes)
+	default:
+		n.stored(e)
+		if n.total > 0 {
+			e.announce([]Hint{{Queue: n.queue.ID, Partition: n.row.ID}}, n.queue)
+		}
+	}
+}
+
+// reboard sends pushes whose partition is gone through the catalog again.
+func (e *Engine) reboard(pushes []*Push) {
+	for _, x := range pushes {
+		e.sideWork.Add(1)
+		go func() {
+			defer e.sideWork.Done()
+			ctx, cancel := context.WithTimeout(context.Background(), connectTimeout)
+			defer cancel()
+			if err := e.resolve(ctx, x); err != nil {
+				x.finish(e, err)
+				return
+			}
+			e.boardPush(x)
+		}()
+	}
+}
+
+// resolve looks a push's queue and partition up again, by name, past all caches.
+func (e *Engine) resolve(ctx context.Context, p *Push) error {
+	e.Catalog.ForgetQueue(p.Queue.Name)
+	q, err := e.Catalog.EnsureQueue(ctx, p.Queue.Name)
+	if err != nil {
+		return e.readError(err)
+	}
+	found, err := e.Catalog.Partitions(ctx, q, []string{p.Partition.Name})
+	if err != nil {
+		return e.readError(err)
+	}
+	p.Queue, p.Partition = q, found[0]
+	return nil
+}
+
+// catchUp completes the memory of a partition up to the tail its transaction sees. Under the partition's lock that is the tail.
+func (e *Engine) catchUp(ctx context.Context, q *db.Queries, n *entry) error {
+	since := n.since(e)
+	tail, ok := e.dedup.Tail(n.row.ID, since)
+	since = since.Add(-dedupSlack)
+	if !ok {
+		start, err := q.DedupStart(ctx, db.DedupStartParams{ID: n.row.ID, Since: since})
+		if errors.Is(err, pgx.ErrNoRows) {
+			return nil // gone: the lock will say so
+		}
+		if err != nil {
+			return err
+		}
+		tail = start.StartOffset
+		e.dedup.Load(n.row.ID, tail, since)
+	}
+	rows, err := q.SegmentKeys(ctx, db.SegmentKeysParams{PartitionID: n.row.ID, FromOffset: tail})
+	if err != nil {
+		return err
+	}
+	for _, r := range rows {
+		if !e.dedup.Extend(n.row.ID, r.BaseOffset, r.CreatedAt, since, r.Keys, int(r.Count)) {
+			// More than the memory holds: it begins here, complete only for windows that begin later.
+			e.dedup.Load(n.row.ID, r.BaseOffset, r.CreatedAt.Add(time.Microsecond))
+			e.dedup.Extend(n.row.ID, r.BaseOffset, r.CreatedAt, since, r.Keys, int(r.Count))
+		}
+	}
+	return nil
+}
+
+// confirm reads the keys that memory points at and returns the ids of the messages that really repeat.
+// Under the partition's lock, with the memory complete, this is exact.
+func (e *Engine) confirm(ctx context.Context, q *db.Queries, n *entry) (map[segment.Key]uuid.UUID, error) {
+	since := n.since(e)
+	known := make(map[segment.Key]uuid.UUID)
+	for _, p := range n.pushes {
+		if len(p.keys) == 0 {
+			continue
+		}
+		hits, _, ok := e.dedup.Look(n.row.ID, since, p.keys, nil)
+		if !ok {
+			// The memory is too small for this window: everything inside it is a place to look.
+			hits = hits[:0]
+			for i := range p.Messages {
+				if p.Messages[i].TransactionID != "" {
+					hits = append(hits, dedup.Hit{Index: i, From: 0, To: 1<<62 - 1})
+				}
+			}
+		}
+		for _, h := range hits {
+			k := segment.Key(p.keys[16*h.Index:])
+			if _, done := known[k]; done {
+				continue
+			}
+			rows, err := q.SegmentKeysAt(ctx, db.SegmentKeysAtParams{PartitionID: n.row.ID, FromOffset: h.From, ToOffset: h.To, Since: since})
+			if err != nil {
+				return nil, err
+			}
+			for _, r := range rows {
+				if at := segment.FindKey(r.Keys, 0, k); at >= 0 {
+					known[k] = segment.ID(r.FirstID, at)
+					break
+				}
+			}
+		}
+	}
+	return known, nil
+}
+
+// sideSettle applies one settle in its own transaction, waiting for locks as long as a statement may.
+func (e *Engine) sideSettle(s *settle) {
+	var rows []db.SettleCursorsRow
+	err := e.alone(func(ctx context.Context, q *db.Queries) error {
+		rows = nil
+		p := settleParams([]*settle{s})
+		if _, err := q.LockPartitions(ctx, db.LockPartitionsParams{Ids: []int64{s.row.ID}, Reaches: []int64{s.reach()}}); err != nil {
+			return err
+		}
+		if err := q.LockCursors(ctx, db.LockCursorsParams{Pushed: []int64{}, GroupIds: p.GroupIds, PartitionIds: p.PartitionIds, LeaseIds: p.LeaseIds}); err != nil {
+			return err
+		}
+		var err error
+		rows, err = q.SettleCursors(ctx, p)
+		return err
+	})
+	if err != nil {
+		if !errors.Is(err, ErrNoConnection) && !errors.Is(err, ErrUnknown) {
+			e.Log.Error("an ack failed", "error", db.Text(err))
+		}
+		s.finish(err)
+		return
+	}
+	if len(rows) > 0 {
+		s.apply(e, rows[0])
+	}
+	s.finish(nil)
+}
+
+func (e *Engine) settings(lock time.Duration) db.FlushSettingsParams {
+	return db.FlushSettingsParams{StatementTimeoutMs: milliseconds(e.StatementTimeout), LockTimeoutMs: milliseconds(lock)}
+}
