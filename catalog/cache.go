@@ -65,3 +65,16 @@ func (c *cache[K, V]) clear() {
 	defer c.mu.Unlock()
 	c.young, c.old = make(map[K]V), nil
 }
+
+// dropIf walks the whole cache: for rare events only.
+func (c *cache[K, V]) dropIf(match func(V) bool) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	for _, m := range []map[K]V{c.young, c.old} {
+		for k, v := range m {
+			if match(v) {
+				delete(m, k)
+			}
+		}
+	}
+}

@@ -296,6 +296,9 @@ func (c *Catalog) Delete(ctx context.Context, name string) (id int32, existed bo
 // ForgetQueue drops a name whose queue turned out to be deleted or changed elsewhere.
 func (c *Catalog) ForgetQueue(name string) { c.queues.drop(name) }
 
+// ForgetID is ForgetQueue by id.
+func (c *Catalog) ForgetID(id int32) { c.queues.dropIf(func(q *Queue) bool { return q.ID == id }) }
+
 // Refresh drops the queues that changed in the last seconds, on whatever broker. Run it every few seconds, with overlap:
 // that is how a configure on another broker takes effect here.
 func (c *Catalog) Refresh(ctx context.Context, seconds int32) error {

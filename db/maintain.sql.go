@@ -215,7 +215,6 @@ func (q *Queries) Ping(ctx context.Context) (int32, error) {
 }
 
 const QueueRemove = `-- name: QueueRemove :exec
-with groups as (delete from ferrymq.groups g where g.queue_id = $1::int)
 delete from ferrymq.queues q where q.id = $1::int
 `
 
@@ -260,6 +259,19 @@ func (q *Queries) QueueRemoveDeadLetters(ctx context.Context, arg QueueRemoveDea
 		return 0, err
 	}
 	return result.RowsAffected(), nil
+}
+
+const QueueRemoveGroups = `-- name: QueueRemoveGroups :exec
+delete from ferrymq.groups g where g.queue_id = $1::int
+`
+
+type QueueRemoveGroupsParams struct {
+	QueueID int32
+}
+
+func (q *Queries) QueueRemoveGroups(ctx context.Context, arg QueueRemoveGroupsParams) error {
+	_, err := q.db.Exec(ctx, QueueRemoveGroups, arg.QueueID)
+	return err
 }
 
 const QueueRemoveLock = `-- name: QueueRemoveLock :many

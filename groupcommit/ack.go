@@ -99,7 +99,7 @@ func (e *Engine) ack(ctx context.Context, a *Acks) {
 	row := a.Partition.Row()
 	g, err := e.Catalog.Group(ctx, a.Partition.QueueID, a.Group)
 	if err != nil {
-		a.fail(e.readError(err))
+		a.fail(e.Unavailable(err))
 		return
 	}
 	if g == nil {
@@ -310,7 +310,7 @@ func (e *Engine) readCursor(ctx context.Context, a *Acks, g *catalog.Group, row 
 		return nil, ErrNoConsumer
 	}
 	if err != nil {
-		return nil, e.readError(err)
+		return nil, e.Unavailable(err)
 	}
 	if a.Leased && (!r.Live || r.LeaseID == nil || *r.LeaseID != a.Lease) {
 		return nil, ErrLease
@@ -323,7 +323,7 @@ func (e *Engine) readCursor(ctx context.Context, a *Acks, g *catalog.Group, row 
 	}
 	rows, err := e.q.SegmentKeysAt(ctx, db.SegmentKeysAtParams{PartitionID: row.ID, FromOffset: max(r.Committed-ackWindow, 0), ToOffset: to})
 	if err != nil {
-		return nil, e.readError(err)
+		return nil, e.Unavailable(err)
 	}
 	for i := len(rows) - 1; i >= 0; i-- {
 		c.parts = append(c.parts, keyed{base: rows[i].BaseOffset, count: int(rows[i].Count), first: rows[i].FirstID, keys: rows[i].Keys})
@@ -335,7 +335,7 @@ func (e *Engine) readCursor(ctx context.Context, a *Acks, g *catalog.Group, row 
 func (e *Engine) copyOf(ctx context.Context, row *catalog.Row, offset int64) (*deadCopy, error) {
 	s, err := e.q.SegmentAt(ctx, db.SegmentAtParams{PartitionID: row.ID, AtOffset: offset})
 	if err != nil && !errors.Is(err, pgx.ErrNoRows) {
-		return nil, e.readError(err)
+		return nil, e.Unavailable(err)
 	}
 	i := int(offset - s.BaseOffset)
 	if err != nil || i >= int(s.Count) {
@@ -367,7 +367,7 @@ func (e *Engine) Extend(ctx context.Context, lease uuid.UUID, seconds int32) (re
 	if len(cursors) == 0 {
 		found, err := e.q.LeaseFind(ctx, db.LeaseFindParams{ProjectID: e.Project, LeaseID: lease, GroupID: leaseGroup(lease)})
 		if err != nil {
-			return 0, time.Time{}, e.readError(err)
+			return 0, time.Time{}, e.Unavailable(err)
 		}
 		for _, f := range found {
 			cursors = append(cursors, cursorKey{f.GroupID, f.PartitionID})

@@ -30,6 +30,7 @@ import (
 	"ferrymq/db"
 	"ferrymq/dedup"
 	"ferrymq/segment"
+	"ferrymq/wake"
 )
 
 // What an operation may fail with. Anything else is a statement that failed: nothing of the operation was stored.
@@ -51,12 +52,8 @@ var (
 // connectTimeout is how long an operation waits for a database connection before it fails.
 const connectTimeout = 5 * time.Second
 
-// Hint says that a partition of a queue may have something to deliver: to one group, or to all when Group is 0.
-type Hint struct {
-	Queue     int32
-	Group     int32
-	Partition int64
-}
+// Hint says that a partition may have something to deliver.
+type Hint = wake.Hint
 
 // Options of New. Log, Pool and Catalog are required.
 type Options struct {
@@ -65,6 +62,7 @@ type Options struct {
 	Hasher  segment.Hasher
 	Keys    *segment.Keys // nil: no encryption
 	Project int32
+	DBNow   time.Time // the database's clock at this moment
 
 	Width            int           // flushers
 	DedupBytes       int64         // memory of the deduplication window
@@ -115,6 +113,7 @@ func New(o Options) *Engine {
 		sideRoom: make(chan struct{}, max(2, int(o.Pool.Config().MaxConns)/2)),
 	}
 	e.stop, e.cancel = context.WithCancel(context.Background())
+	e.seenClock(o.DBNow)
 	e.Catalog = catalog.New(e.stop, o.Pool, o.Project, func(group int32) { e.park.look(group) })
 	e.park = newParking(e)
 	e.held = newHolding()
@@ -176,6 +175,12 @@ func (e *Engine) announce(hints []Hint, q *catalog.Queue) {
 
 // Hint is what another broker announced: parked pops here may have work.
 func (e *Engine) Hint(h Hint) { e.park.hint(h, nil) }
+
+// QueueChanged makes the engine look at a queue again that was configured or deleted, here or on another broker.
+func (e *Engine) QueueChanged(id int32) {
+	e.Catalog.ForgetID(id)
+	e.park.lookQueue(id)
+}
 
 // LookAll makes every parked pop look at the database: after hints may have been lost.
 func (e *Engine) LookAll() { e.park.lookAll() }

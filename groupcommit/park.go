@@ -298,6 +298,19 @@ func (p *parking) look(group int32) {
 	}
 }
 
+// lookQueue does the same for all groups of a queue.
+func (p *parking) lookQueue(queue int32) {
+	p.mu.Lock()
+	var groups []int32
+	for id := range p.byQueue[queue] {
+		groups = append(groups, id)
+	}
+	p.mu.Unlock()
+	for _, id := range groups {
+		p.look(id)
+	}
+}
+
 // lookAll makes the re-check look at everything that is parked, now.
 func (p *parking) lookAll() {
 	p.mu.Lock()
@@ -575,7 +588,7 @@ func (p *parking) recheck(stop context.Context) {
 			p.e.Log.Warn("looking for work of parked pops failed", "error", db.Text(err))
 		}
 		for _, c := range claims {
-			c.finish(p.e, nil, p.e.readError(err))
+			c.finish(p.e, nil, p.e.Unavailable(err))
 		}
 		return
 	}

@@ -77,7 +77,7 @@ func (e *Engine) Pop(ctx context.Context, p *Pop) (*Delivery, error) {
 func (e *Engine) queue(ctx context.Context, name string) (*catalog.Queue, error) {
 	q, err := e.Catalog.EnsureQueue(ctx, name)
 	if err != nil {
-		return nil, e.readError(err)
+		return nil, e.Unavailable(err)
 	}
 	return q, nil
 }
@@ -89,7 +89,7 @@ func (e *Engine) popQueue(ctx context.Context, p *Pop, deadline time.Time) (*Del
 	}
 	g, err := e.Catalog.Register(ctx, q.ID, p.Group, p.Start)
 	if err != nil {
-		return nil, e.readError(err)
+		return nil, e.Unavailable(err)
 	}
 	if hold := time.Duration(q.MinPopWaitTime) * time.Millisecond; hold > 0 && p.Wait > 0 && p.Batch > 1 {
 		return e.popFilled(ctx, p, q, g, hold, deadline)
@@ -208,7 +208,7 @@ func (e *Engine) popFilled(ctx context.Context, p *Pop, q *catalog.Queue, g *cat
 	for {
 		available, err := e.q.GroupAvailable(ctx, db.GroupAvailableParams{GroupID: g.ID, Parts: max(p.Partitions, 1)})
 		if err != nil {
-			return nil, e.readError(err)
+			return nil, e.Unavailable(err)
 		}
 		if available > 0 && until.IsZero() {
 			if until = time.Now().Add(hold); until.After(deadline) {
@@ -261,12 +261,12 @@ func (e *Engine) popPartition(ctx context.Context, p *Pop, deadline time.Time) (
 		}
 		found, err := e.Catalog.Partitions(ctx, q, []string{*p.Partition})
 		if err != nil {
-			return nil, e.readError(err)
+			return nil, e.Unavailable(err)
 		}
 		part := found[0]
 		g, err := e.Catalog.Meet(ctx, q, part, p.Group, p.Start, p.Named)
 		if err != nil {
-			return nil, e.readError(err)
+			return nil, e.Unavailable(err)
 		}
 		if row := part.Row(); row != nil {
 			c := e.newClaim(p, q, g, newLease(g.ID), p.Batch, 1)
@@ -339,13 +339,13 @@ func (e *Engine) popDiscovery(ctx context.Context, p *Pop, deadline time.Time) (
 
 func (e *Engine) discover(ctx context.Context, p *Pop, lease uuid.UUID) (*Delivery, error) {
 	if err := e.Catalog.Discover(ctx, p.Scope, p.Group, p.Start); err != nil {
-		return nil, e.readError(err)
+		return nil, e.Unavailable(err)
 	}
 	budget, parts := p.Batch, max(p.Partitions, 1)
 	turn := e.park.turn(p.Scope, p.Group)
 	ready, err := e.Catalog.Ready(ctx, p.Scope, p.Group, turn, min(parts, 100))
 	if err != nil {
-		return nil, e.readError(err)
+		return nil, e.Unavailable(err)
 	}
 	whole := &Delivery{Lease: lease, e: e}
 	for _, r := range ready {

@@ -364,7 +364,7 @@ func (s *sizes) admit(ctx context.Context, e *Engine, p *Push) error {
 		at := time.Now()
 		pending, err := e.q.QueuePendingCount(ctx, db.QueuePendingCountParams{QueueID: p.Queue.ID})
 		if err != nil {
-			return e.readError(err)
+			return e.Unavailable(err)
 		}
 		z.pending, z.at = pending, at
 		z.added.Store(0)
@@ -376,8 +376,8 @@ func (s *sizes) admit(ctx context.Context, e *Engine, p *Push) error {
 	return nil
 }
 
-// readError turns an error of a read outside of a flush into one of this package's.
-func (e *Engine) readError(err error) error {
+// Unavailable turns an error of a read outside of a flush into ErrNoConnection when that is what it means.
+func (e *Engine) Unavailable(err error) error {
 	if db.IsConnection(err) {
 		return ErrNoConnection
 	}

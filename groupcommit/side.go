@@ -125,7 +125,7 @@ func (e *Engine) sidePush(s *builders, p *catalog.Partition, pushes []*Push) {
 		err := e.Catalog.Resolve(ctx, p)
 		cancel()
 		if err != nil {
-			fail(e.readError(err))
+			fail(e.Unavailable(err))
 			return
 		}
 		if n.row = p.Row(); n.row == nil {
@@ -217,11 +217,11 @@ func (e *Engine) resolve(ctx context.Context, p *Push) error {
 	e.Catalog.ForgetQueue(p.Queue.Name)
 	q, err := e.Catalog.EnsureQueue(ctx, p.Queue.Name)
 	if err != nil {
-		return e.readError(err)
+		return e.Unavailable(err)
 	}
 	found, err := e.Catalog.Partitions(ctx, q, []string{p.Partition.Name})
 	if err != nil {
-		return e.readError(err)
+		return e.Unavailable(err)
 	}
 	p.Queue, p.Partition = q, found[0]
 	return nil

@@ -67,8 +67,10 @@ delete from ferrymq.partitions p where p.id = any(@ids::bigint[]);
 delete from ferrymq.dead_letters d
 where d.id in (select x.id from ferrymq.dead_letters x where x.queue_id = @queue_id::int order by x.failed_at limit @max::bigint);
 
+-- name: QueueRemoveGroups :exec
+delete from ferrymq.groups g where g.queue_id = @queue_id::int;
+
 -- name: QueueRemove :exec
-with groups as (delete from ferrymq.groups g where g.queue_id = @queue_id::int)
 delete from ferrymq.queues q where q.id = @queue_id::int;
 
 -- name: RecheckCursors :one

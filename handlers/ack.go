@@ -1,0 +1,288 @@
+package handlers
+
+import (
+	"errors"
+	"net/http"
+	"strconv"
+	"time"
+
+	"github.com/google/uuid"
+
+	"ferrymq/catalog"
+	"ferrymq/groupcommit"
+)
+
+// ackItem is one acknowledgment as sent.
+type ackItem struct {
+	transactionID, partitionID, status, error, leaseID *string
+}
+
+func (it *ackItem) field(d *document, name string) (known bool, err error) {
+	var to **string
+	switch name {
+	case "transactionId":
+		to = &it.transactionID
+	case "partitionId":
+		to = &it.partitionID
+	case "status":
+		to = &it.status
+	case "error":
+		to = &it.error
+	case "leaseId":
+		to = &it.leaseID
+	default:
+		return false, nil
+	}
+	*to, err = d.optionalText()
+	return true, err
+}
+
+func parseStatus(s *string) groupcommit.Status {
+	if s == nil {
+		return groupcommit.Completed
+	}
+	switch *s {
+	case "completed", "success", "acked", "ok":
+		return groupcommit.Completed
+	case "retry":
+		return groupcommit.Retry
+	case "dlq":
+		return groupcommit.DeadLetter
+	}
+	return groupcommit.Failed
+}
+
+func groupName(d *document) (string, error) {
+	s, err := d.optionalName(maxName)
+	if s == nil || err != nil {
+		return catalog.QueueMode, err
+	}
+	return *s, nil
+}
+
+func (a *API) ack(w http.ResponseWriter, r *request) error {
+	body, err := a.body(w, r.Request)
+	if err != nil {
+		return err
+	}
+	group := catalog.QueueMode
+	var it ackItem
+	err = parse(body, func(d *document) error {
+		return d.object(func(name string) error {
+			if name == "consumerGroup" {
+				group, err = groupName(d)
+				return err
+			}
+			if known, err := it.field(d, name); known {
+				return err
+			}
+			return d.skip()
+		})
+	})
+	if err != nil {
+		return err
+	}
+	return a.acknowledge(w, r, group, []ackItem{it})
+}
+
+func (a *API) ackBatch(w http.ResponseWriter, r *request) error {
+	body, err := a.body(w, r.Request)
+	if err != nil {
+		return err
+	}
+	group := catalog.QueueMode
+	var items []ackItem
+	err = parse(body, func(d *document) error {
+		return d.object(func(name string) error {
+			switch name {
+			case "consumerGroup":
+				group, err = groupName(d)
+				return err
+			case "acknowledgments":
+				items = nil
+				if null, err := d.null(); null || err != nil {
+					return err
+				}
+				return d.array(func(int) error {
+					var it ackItem
+					err := d.object(func(name string) error {
+						if known, err := it.field(d, name); known {
+							return err
+						}
+						return d.skip()
+					})
+					items = append(items, it)
+					return err
+				})
+			}
+			return d.skip()
+		})
+	})
+	if err != nil {
+		return err
+	}
+	return a.acknowledge(w, r, group, items)
+}
+
+var errPartitionID = errors.New("invalid partitionId")
+
+// acknowledge groups the items by (partition, lease) and answers them in request order.
+func (a *API) acknowledge(w http.ResponseWriter, r *request, group string, items []ackItem) error {
+	type key struct {
+		partition uuid.UUID
+		lease     string
+	}
+	type at struct {
+		acks *groupcommit.Acks
+		n    int
+		err  error
+	}
+	places := make([]at, len(items))
+	byKey := make(map[key]*groupcommit.Acks)
+	var order []*groupcommit.Acks
+	var partitions []uuid.UUID
+	var of []uuid.UUID // partition of each group
+	for i := range items {
+		it := &items[i]
+		id, err := uuid.UUID{}, errPartitionID
+		if it.partitionID != nil && len(*it.partitionID) == 36 {
+			id, err = uuid.Parse(*it.partitionID)
+		}
+		if err != nil {
+			places[i].err = errPartitionID
+			continue
+		}
+		k := key{partition: id}
+		if it.leaseID != nil {
+			k.lease = *it.leaseID
+		}
+		g := byKey[k]
+		if g == nil {
+			g = &groupcommit.Acks{Group: group, Leased: k.lease != ""}
+			if g.Leased && len(k.lease) == 36 {
+				g.Lease, _ = uuid.Parse(k.lease)
+			}
+			byKey[k] = g
+			order = append(order, g)
+			partitions, of = append(partitions, id), append(of, id)
+		}
+		places[i] = at{acks: g, n: len(g.Items)}
+		g.Items = append(g.Items, groupcommit.Ack{TransactionID: it.transactionID, Status: parseStatus(it.status), Error: it.error})
+	}
+	if len(order) > 0 {
+		found, err := r.engine.Catalog.Public(r.Context(), partitions)
+		if err != nil {
+			err = r.engine.Unavailable(err)
+			for i := range places {
+				places[i].err = cmpErr(places[i].err, err)
+			}
+		} else {
+			for i, g := range order {
+				g.Partition = found[of[i]]
+			}
+			r.engine.Ack(r.Context(), order)
+		}
+	}
+	b := make([]byte, 0, 160*len(items)+2)
+	b = append(b, '[')
+	for i := range items {
+		if i > 0 {
+			b = append(b, ',')
+		}
+		res := groupcommit.Acked{Err: places[i].err}
+		if res.Err == nil {
+			res = places[i].acks.Results[places[i].n]
+		}
+		b = appendAcked(b, i, items[i].transactionID, res)
+	}
+	return a.write(w, http.StatusOK, append(b, ']'))
+}
+
+func cmpErr(a, b error) error {
+	if a != nil {
+		return a
+	}
+	return b
+}
+
+func appendAcked(b []byte, i int, transactionID *string, res groupcommit.Acked) []byte {
+	b = strconv.AppendInt(append(b, `{"index":`...), int64(i), 10)
+	b = append(b, `,"transactionId":`...)
+	if transactionID != nil {
+		b = quote(b, *transactionID)
+	} else {
+		b = append(b, "null"...)
+	}
+	b = strconv.AppendBool(append(b, `,"success":`...), res.Err == nil)
+	b = append(b, `,"error":`...)
+	if res.Err != nil {
+		b = quote(b, ackError(res.Err))
+	} else {
+		b = append(b, "null"...)
+	}
+	b = strconv.AppendBool(append(b, `,"leaseReleased":`...), res.LeaseReleased)
+	b = strconv.AppendBool(append(b, `,"dlq":`...), res.DeadLettered)
+	b = strconv.AppendBool(append(b, `,"noop":`...), res.AlreadyDone)
+	return append(b, '}')
+}
+
+// ackError is the text of a refusal; the engine's own refusals say it themselves.
+func ackError(err error) string {
+	for _, known := range []error{errPartitionID, groupcommit.ErrNoConsumer, groupcommit.ErrLease, groupcommit.ErrCommitted,
+		groupcommit.ErrUnresolvable, groupcommit.ErrNoBatch, groupcommit.ErrDeadRejected} {
+		if errors.Is(err, known) {
+			return known.Error()
+		}
+	}
+	if errors.Is(err, groupcommit.ErrNoConnection) {
+		return "pool"
+	}
+	return "ack flush failed; lease will expire and redeliver"
+}
+
+const defaultExtend = 60
+
+// extend reads its body leniently: no body, no JSON or no seconds are all the default.
+func (a *API) extend(w http.ResponseWriter, r *request) error {
+	body, err := a.body(w, r.Request)
+	if err != nil {
+		return err
+	}
+	seconds := int64(defaultExtend)
+	_ = parse(body, func(d *document) error {
+		return d.object(func(name string) error {
+			if name != "seconds" || d.kind() != '0' {
+				return d.skip()
+			}
+			v, err := d.value()
+			if err != nil {
+				return err
+			}
+			if n, ok := wholeNumber(v); ok {
+				seconds = min(max(n, 1), maxLeaseSeconds)
+			}
+			return nil
+		})
+	})
+	var renewed int
+	var until time.Time
+	if lease, err := uuid.Parse(r.params[0]); err == nil && len(r.params[0]) == 36 {
+		if renewed, until, err = r.engine.Extend(r.Context(), lease, int32(seconds)); errors.Is(err, groupcommit.ErrNoConnection) {
+			return failed("pool")
+		} else if err != nil {
+			return failed("renew failed")
+		}
+	}
+	end := []byte("null")
+	if renewed > 0 {
+		end = append(until.UTC().AppendFormat([]byte{'"'}, timeMicro), '"')
+	}
+	b := quote([]byte(`{"leaseId":`), r.params[0])
+	b = strconv.AppendBool(append(b, `,"success":`...), renewed > 0)
+	b = strconv.AppendInt(append(b, `,"renewed":`...), int64(renewed), 10)
+	for _, name := range []string{"newExpiresAt", "expiresAt", "lease_expires_at"} {
+		b = append(quote(append(b, ','), name), ':')
+		b = append(b, end...)
+	}
+	return a.write(w, http.StatusOK, append(b, '}'))
+}

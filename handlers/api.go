@@ -1,0 +1,236 @@
+// Package handlers is the HTTP API: it decodes a request, makes one call to the engine, and encodes the answer.
+package handlers
+
+import (
+	"context"
+	"errors"
+	"log/slog"
+	"math/rand/v2"
+	"net/http"
+	"net/url"
+	"slices"
+	"strconv"
+	"strings"
+	"sync/atomic"
+	"time"
+
+	"github.com/jackc/pgx/v5/pgxpool"
+
+	"ferrymq/catalog"
+	"ferrymq/groupcommit"
+)
+
+// Version is what /health reports.
+const Version = "0.1.0"
+
+// API serves all routes. Set the exported fields before the first request; call Ready when the engine runs.
+type API struct {
+	Log     *slog.Logger
+	Pool    *pgxpool.Pool
+	MaxBody int64
+
+	DefaultTimeout time.Duration  // of a waiting pop that names none
+	DefaultStart   catalog.Start  // of a group that names none
+	HasKey         bool           // an encryption key is configured
+	Changed        func(id int32) // a queue was configured or deleted; may be nil
+
+	engine   atomic.Pointer[groupcommit.Engine]
+	waiting  atomic.Pointer[string] // why not ready yet
+	draining atomic.Bool
+	routes   []route
+}
+
+type route struct {
+	method  string
+	path    []string // "{name}" matches one segment
+	handle  func(a *API, w http.ResponseWriter, r *request) error
+	head    bool // HEAD is answered too
+	waiting bool // served before the schema is current
+}
+
+// request is a matched request: the path parameters are percent-decoded once.
+type request struct {
+	*http.Request
+	engine *groupcommit.Engine
+	params []string
+	query  url.Values
+}
+
+// Routes is the table of contents of the API.
+func (a *API) table() []route {
+	r := func(method, path string, handle func(*API, http.ResponseWriter, *request) error) route {
+		return route{method: method, path: strings.Split(path[1:], "/"), handle: handle}
+	}
+	probe := func(path string, handle func(*API, http.ResponseWriter, *request) error) route {
+		x := r("GET", path, handle)
+		x.head, x.waiting = true, true
+		return x
+	}
+	return []route{
+		r("POST", "/api/v1/push", (*API).push),
+		r("GET", "/api/v1/pop", (*API).popDiscovery),
+		r("GET", "/api/v1/pop/queue/{queue}", (*API).popQueue),
+		r("GET", "/api/v1/pop/queue/{queue}/partition/{partition}", (*API).popPartition),
+		r("POST", "/api/v1/ack", (*API).ack),
+		r("POST", "/api/v1/ack/batch", (*API).ackBatch),
+		r("POST", "/api/v1/lease/{leaseId}/extend", (*API).extend),
+		r("POST", "/api/v1/configure", (*API).configure),
+		r("DELETE", "/api/v1/resources/queues/{queue}", (*API).deleteQueue),
+		probe("/health", (*API).health),
+		probe("/ready", (*API).ready),
+	}
+}
+
+// Handler makes the API servable.
+func (a *API) Handler() http.Handler {
+	a.routes = a.table()
+	reason := "migrations pending"
+	a.waiting.Store(&reason)
+	return a
+}
+
+// Ready lets requests through to the engine.
+func (a *API) Ready(e *groupcommit.Engine) { a.engine.Store(e) }
+
+// NotReady says why requests are not let through yet, for /ready.
+func (a *API) NotReady(reason string) { a.waiting.Store(&reason) }
+
+// Drain makes /ready say so. Requests are still served.
+func (a *API) Drain() { a.draining.Store(true) }
+
+// ServeHTTP finds the route: paths are matched as sent, segment by segment, never cleaned or redirected.
+func (a *API) ServeHTTP(w http.ResponseWriter, r *http.Request) {
+	began := time.Now()
+	err := a.serve(w, r)
+	status := http.StatusOK
+	if err != nil {
+		status = a.fail(w, r, err)
+	}
+	a.Log.LogAttrs(r.Context(), slog.LevelDebug, "request", slog.String("method", r.Method), slog.String("path", r.URL.Path),
+		slog.Int("status", status), slog.Duration("took", time.Since(began)))
+}
+
+func (a *API) serve(w http.ResponseWriter, r *http.Request) error {
+	segments := strings.Split(strings.TrimPrefix(r.URL.EscapedPath(), "/"), "/")
+	var allowed []string
+	for i := range a.routes {
+		t := &a.routes[i]
+		params, ok := t.match(segments)
+		if !ok {
+			continue
+		}
+		if r.Method != t.method && !(t.head && r.Method == http.MethodHead) {
+			allowed = append(allowed, t.method)
+			if t.head {
+				allowed = append(allowed, http.MethodHead)
+			}
+			continue
+		}
+		e := a.engine.Load()
+		if e == nil && !t.waiting {
+			return busy("not ready")
+		}
+		return t.handle(a, w, &request{Request: r, engine: e, params: params})
+	}
+	if len(allowed) > 0 {
+		slices.Sort(allowed)
+		w.Header().Set("Allow", strings.Join(slices.Compact(allowed), ", "))
+		return &httpError{status: http.StatusMethodNotAllowed, text: "Method Not Allowed"}
+	}
+	return &httpError{status: http.StatusNotFound, raw: []byte(`{"error":"Not Found","code":"no_such_route"}`)}
+}
+
+func (t *route) match(segments []string) (params []string, ok bool) {
+	if len(segments) != len(t.path) {
+		return nil, false
+	}
+	for i, p := range t.path {
+		if p[0] != '{' {
+			if s, err := url.PathUnescape(segments[i]); err != nil || s != p {
+				return nil, false
+			}
+			continue
+		}
+		s, err := url.PathUnescape(segments[i])
+		if err != nil || s == "" {
+			return nil, false
+		}
+		params = append(params, s)
+	}
+	return params, true
+}
+
+// fail is the one place where errors become answers.
+func (a *API) fail(w http.ResponseWriter, r *http.Request, err error) int {
+	var known *httpError
+	switch {
+	case errors.As(err, &known):
+	case r.Context().Err() != nil: // the client has gone: nobody reads this
+		known = &httpError{status: http.StatusServiceUnavailable, text: "cancelled"}
+	default:
+		a.Log.Error("request failed", "method", r.Method, "path", r.URL.Path, "error", err)
+		known = &httpError{status: http.StatusInternalServerError, text: "query failed"}
+	}
+	body := known.raw
+	if body == nil {
+		body = append(quote([]byte(`{"error":`), known.text), '}')
+	}
+	if known.retry > 0 {
+		w.Header().Set("Retry-After", strconv.Itoa(known.retry))
+	}
+	if known.status == http.StatusRequestEntityTooLarge {
+		w.Header().Set("Connection", "close") // the rest of the body is not worth reading
+	}
+	a.write(w, known.status, body)
+	return known.status
+}
+
+// writeTimeout is how long a client may take to read an answer.
+const writeTimeout = time.Minute
+
+// write sends a JSON answer. Its error means that the client did not get it.
+func (a *API) write(w http.ResponseWriter, status int, body []byte) error {
+	h := w.Header()
+	h.Set("Content-Type", "application/json")
+	h.Set("Content-Length", strconv.Itoa(len(body)))
+	_ = http.NewResponseController(w).SetWriteDeadline(time.Now().Add(writeTimeout))
+	w.WriteHeader(status)
+	_, err := w.Write(body)
+	return err
+}
+
+func retrySoon() int { return 1 + rand.IntN(3) }
+
+// health makes one round trip to the database.
+func (a *API) health(w http.ResponseWriter, r *request) error {
+	ctx, cancel := context.WithTimeout(r.Context(), 2*time.Second)
+	defer cancel()
+	status, body := http.StatusOK, `{"status":"healthy","database":"connected","engine":"ferrymq","version":"`+Version+`"}`
+	if _, err := a.Pool.Exec(ctx, "select 1"); err != nil {
+		status, body = http.StatusServiceUnavailable, `{"status":"unhealthy","database":"disconnected","engine":"ferrymq","version":"`+Version+`"}`
+	}
+	return a.write(w, status, []byte(body))
+}
+
+// ready says whether requests are served: the schema is current, the database answers, the broker is not shutting down.
+func (a *API) ready(w http.ResponseWriter, r *request) error {
+	reason := ""
+	switch {
+	case a.draining.Load():
+		reason = "draining"
+	case r.engine == nil:
+		reason = *a.waiting.Load()
+	default:
+		ctx, cancel := context.WithTimeout(r.Context(), 2*time.Second)
+		defer cancel()
+		if _, err := a.Pool.Exec(ctx, "select 1"); err != nil {
+			reason = "database unreachable"
+		}
+	}
+	if reason != "" {
+		return a.write(w, http.StatusServiceUnavailable, append(quote([]byte(`{"status":"not ready","reason":`), reason), '}'))
+	}
+	return a.write(w, http.StatusOK, []byte(`{"status":"ready"}`))
+}
+
+var errNoConnection = groupcommit.ErrNoConnection

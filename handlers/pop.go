@@ -1,0 +1,310 @@
+package handlers
+
+import (
+	"errors"
+	"io"
+	"net/http"
+	"net/url"
+	"strconv"
+	"strings"
+	"time"
+
+	"github.com/google/uuid"
+
+	"ferrymq/catalog"
+	"ferrymq/groupcommit"
+	"ferrymq/segment"
+)
+
+const (
+	defaultBatch    = 200
+	maxBatch        = 10_000
+	maxLeaseSeconds = 43_200
+	maxTimeout      = 300_000
+)
+
+func badQuery(name string) error { return bad("invalid query parameter %q", name) }
+
+// params reads query parameters; the first that does not parse is its error.
+type params struct {
+	values url.Values
+	err    error
+}
+
+func (p *params) text(name string) string { return p.values.Get(name) }
+
+func (p *params) fail(name string) {
+	if p.err == nil {
+		p.err = badQuery(name)
+	}
+}
+
+// number is a decimal 64-bit integer held to lo..hi, or def.
+func (p *params) number(name string, def, lo, hi int64) int64 {
+	s := p.text(name)
+	if s == "" {
+		return def
+	}
+	n, err := strconv.ParseInt(s, 10, 64)
+	if err != nil || s[0] == '+' {
+		p.fail(name)
+		return def
+	}
+	return min(max(n, lo), hi)
+}
+
+func (p *params) boolean(name string) bool {
+	switch strings.ToLower(p.text(name)) {
+	case "", "false", "0", "no":
+		return false
+	case "true", "1", "yes":
+		return true
+	}
+	p.fail(name)
+	return false
+}
+
+// name is a name within its limits, or def when absent.
+func (p *params) name(name, def string) string {
+	s := p.text(name)
+	if s == "" {
+		return def
+	}
+	if !validName(s, maxName) {
+		p.fail(name)
+	}
+	return s
+}
+
+// readPop reads what the three pop routes share.
+func (a *API) readPop(r *request, discovery bool) (*groupcommit.Pop, error) {
+	q := &params{values: r.URL.Query()}
+	p := &groupcommit.Pop{Group: catalog.QueueMode}
+	p.Batch = q.number("batch", defaultBatch, 1, maxBatch)
+	if p.Partitions = q.number("partitions", 1, -1, maxBatch); p.Partitions <= 0 {
+		p.Partitions = p.Batch
+	}
+	p.AutoAck = q.boolean("autoAck")
+	wait := q.boolean("wait")
+	timeout := q.number("timeout", a.DefaultTimeout.Milliseconds(), 0, maxTimeout)
+	if wait {
+		p.Wait = time.Duration(timeout) * time.Millisecond
+	}
+	p.Seconds = int32(max(q.number("leaseSeconds", 0, 0, maxLeaseSeconds), 0))
+	if q.values.Has("consumerGroup") {
+		p.Group, p.Named = q.text("consumerGroup"), true
+		if !validName(p.Group, maxName) {
+			q.fail("consumerGroup")
+		}
+		p.Named = p.Group != catalog.QueueMode
+	}
+	p.Start = a.DefaultStart
+	if m := q.text("subscriptionMode"); m != "" {
+		start, ok := ParseStart(m)
+		if !ok {
+			q.fail("subscriptionMode")
+		}
+		p.Start = start
+	}
+	if f := q.text("subscriptionFrom"); f == "now" {
+		p.Start = catalog.Start{Mode: "new"}
+	} else if t, ok := parseTime(f); ok {
+		p.Start = catalog.Start{Mode: "time", At: &t}
+	}
+	if p.Group == catalog.QueueMode {
+		p.Start = catalog.All()
+	}
+	if discovery {
+		p.Scope = catalog.Scope{Namespace: q.name("namespace", ""), Task: q.name("task", "")}
+	}
+	return p, q.err
+}
+
+// ParseStart reads a subscriptionMode.
+func ParseStart(mode string) (catalog.Start, bool) {
+	switch mode {
+	case "all", "from_beginning":
+		return catalog.All(), true
+	case "new", "new-only":
+		return catalog.Start{Mode: "new"}, true
+	}
+	return catalog.Start{}, false
+}
+
+// parseTime reads RFC 3339, or an ISO 8601 date or date-time; without an offset it is UTC.
+func parseTime(s string) (time.Time, bool) {
+	// A plus sign that was not percent-encoded arrives as a space.
+	if i := strings.LastIndexByte(s, ' '); i > len("2006-01-02T15") {
+		s = s[:i] + "+" + s[i+1:]
+	}
+	for _, layout := range []string{time.RFC3339, "2006-01-02T15:04:05", "2006-01-02T15:04", "2006-01-02 15:04:05", "2006-01-02",
+		"2006-01-02T15:04Z07:00", "2006-01-02T15:04:05Z0700"} {
+		if t, err := time.Parse(layout, s); err == nil && t.Year() >= 1 && t.Year() < 10_000 {
+			return t.UTC(), true
+		}
+	}
+	return time.Time{}, false
+}
+
+func (a *API) popQueue(w http.ResponseWriter, r *request) error {
+	p, err := a.readPop(r, false)
+	if err != nil {
+		return err
+	}
+	if p.Queue = r.params[0]; !validName(p.Queue, maxName) {
+		return badName("queue", maxName)
+	}
+	return a.pop(w, r, p)
+}
+
+func (a *API) popPartition(w http.ResponseWriter, r *request) error {
+	p, err := a.readPop(r, false)
+	if err != nil {
+		return err
+	}
+	if p.Queue = r.params[0]; !validName(p.Queue, maxName) {
+		return badName("queue", maxName)
+	}
+	if p.Partition = &r.params[1]; !validName(r.params[1], maxName) {
+		return badName("partition", maxName)
+	}
+	return a.pop(w, r, p)
+}
+
+func (a *API) popDiscovery(w http.ResponseWriter, r *request) error {
+	p, err := a.readPop(r, true)
+	if err != nil {
+		return err
+	}
+	if p.Scope == (catalog.Scope{}) {
+		return &httpError{status: http.StatusBadRequest, raw: []byte(`{"success":false,"error":"namespace or task is required","messages":[]}`)}
+	}
+	return a.pop(w, r, p)
+}
+
+func (a *API) pop(w http.ResponseWriter, r *request, p *groupcommit.Pop) error {
+	if r.ContentLength != 0 { // only a request read to its end shows that the client has gone
+		if _, err := io.Copy(io.Discard, http.MaxBytesReader(w, r.Body, a.MaxBody)); err != nil {
+			return errTooLarge
+		}
+	}
+	_ = http.NewResponseController(w).SetReadDeadline(time.Time{})
+	d, err := r.engine.Pop(r.Context(), p)
+	switch {
+	case r.Context().Err() != nil:
+		if d != nil {
+			d.Release(false)
+		}
+		return r.Context().Err()
+	case errors.Is(err, groupcommit.ErrOverloaded):
+		return busy("overloaded")
+	case errors.Is(err, groupcommit.ErrNoConnection):
+		return failed("pool")
+	case err != nil:
+		return failed("pop failed")
+	case d == nil:
+		w.WriteHeader(http.StatusNoContent)
+		return nil
+	}
+	body, err := appendDelivery(r.engine.Keys, p, d)
+	if err != nil {
+		a.Log.Error("stored messages cannot be read", "queue", d.Spans[0].Queue.Name, "partition", d.Spans[0].Partition.Name, "error", err)
+		d.Release(true)
+		return failed("decryption failed")
+	}
+	if r.Context().Err() != nil || a.write(w, http.StatusOK, body) != nil {
+		d.Release(false)
+	}
+	return nil
+}
+
+// appendDelivery builds the answer straight from the segments: payloads are copied, never parsed.
+func appendDelivery(keys *segment.Keys, p *groupcommit.Pop, d *groupcommit.Delivery) ([]byte, error) {
+	size := 512
+	for _, s := range d.Spans {
+		for _, g := range s.Segments {
+			size += len(g.Frames) + 400*int(min(int64(g.Count), s.Take))
+		}
+	}
+	lease := ""
+	if !p.AutoAck {
+		lease = d.Lease.String()
+	}
+	first := d.Spans[0]
+	b := make([]byte, 0, size)
+	b = quote(append(b, `{"success":true,"queue":`...), p.Queue)
+	b = quote(append(b, `,"partition":`...), first.Partition.Name)
+	b = appendUUID(append(b, `,"partitionId":"`...), first.Row.PublicID)
+	b = append(append(b, `","leaseId":"`...), lease...)
+	b = quote(append(b, `","consumerGroup":`...), p.Group)
+	b = append(b, `,"messages":[`...)
+	comma := false
+	var tail []byte
+	for _, s := range d.Spans {
+		// What all messages of a partition end with.
+		tail = appendUUID(append(tail[:0], `,"partitionId":"`...), s.Row.PublicID)
+		tail = quote(append(tail, `","partition":`...), s.Partition.Name)
+		tail = append(append(tail, `,"leaseId":"`...), lease...)
+		tail = quote(append(tail, `","consumerGroup":`...), p.Group)
+		tail = append(tail, '}')
+		for i := range s.Segments {
+			g := &s.Segments[i]
+			open, err := segment.Decode(keys, g.Codec, g.KeyNo, g.FirstID, int(g.Count), g.Frames)
+			if err != nil {
+				return nil, err
+			}
+			from, to := max(s.Start-g.Base, 0), min(s.Start+s.Take-g.Base, int64(g.Count))
+			for n := int(from); n < int(to); n++ {
+				if comma {
+					b = append(b, ',')
+				}
+				comma = true
+				b = appendMessage(b, open, n, g.CreatedAt)
+				b = append(b, tail...)
+			}
+		}
+	}
+	b = strconv.AppendInt(append(b, `],"partitionsClaimed":`...), int64(len(d.Spans)), 10)
+	return append(b, '}'), nil
+}
+
+func appendMessage(b []byte, open *segment.Decoded, n int, createdAt time.Time) []byte {
+	m := open.Raw(n)
+	b = appendUUID(append(b, `{"id":"`...), open.ID(n))
+	b = append(b, `","transactionId":`...)
+	if m.TransactionText != nil {
+		b = quote(b, string(m.TransactionText))
+	} else {
+		b = append(open.AppendTransactionID(append(b, '"'), n), '"')
+	}
+	b = append(b, `,"traceId":`...)
+	if m.TraceID != nil {
+		b = append(appendUUID(append(b, '"'), *m.TraceID), '"')
+	} else {
+		b = append(b, "null"...)
+	}
+	b = append(append(b, `,"data":`...), m.Payload...)
+	b = append(b, `,"producerSub":`...)
+	if len(m.ProducerSub) > 0 {
+		b = quote(b, string(m.ProducerSub))
+	} else {
+		b = append(b, "null"...)
+	}
+	b = createdAt.UTC().AppendFormat(append(b, `,"createdAt":"`...), timeMicro)
+	return append(b, '"')
+}
+
+// timeMicro is the format of times on pop and lease.
+const timeMicro = "2006-01-02T15:04:05.000000Z"
+
+const hexDigits = "0123456789abcdef"
+
+func appendUUID(dst []byte, id uuid.UUID) []byte {
+	for i, x := range id {
+		if i == 4 || i == 6 || i == 8 || i == 10 {
+			dst = append(dst, '-')
+		}
+		dst = append(dst, hexDigits[x>>4], hexDigits[x&15])
+	}
+	return dst
+}

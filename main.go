@@ -1,0 +1,291 @@
+// FerryMQ is a message broker over PostgreSQL: one binary, HTTP in front, segments and cursors behind.
+package main
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"log/slog"
+	"net"
+	"net/http"
+	"os"
+	"os/signal"
+	"strconv"
+	"syscall"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgconn"
+	"github.com/jackc/pgx/v5/pgxpool"
+
+	"ferrymq/db"
+	"ferrymq/groupcommit"
+	"ferrymq/handlers"
+	"ferrymq/localpg"
+	"ferrymq/maintain"
+	"ferrymq/schema"
+	"ferrymq/segment"
+	"ferrymq/wake"
+)
+
+// drainNotice is how long /ready says "draining" before the listener closes, so that load balancers see it.
+const drainNotice = time.Second
+
+// drainTimeout is how long running requests may take to finish after that.
+const drainTimeout = 7 * time.Second
+
+func main() {
+	signals := make(chan os.Signal, 2)
+	signal.Notify(signals, syscall.SIGINT, syscall.SIGTERM)
+	ctx, stop := context.WithCancel(context.Background())
+	go func() {
+		<-signals
+		stop()
+		<-signals
+		fmt.Fprintln(os.Stderr, "ferrymq: second signal, exiting at once")
+		os.Exit(1)
+	}()
+	if err := run(ctx); err != nil {
+		fmt.Fprintln(os.Stderr, "ferrymq:", err)
+		os.Exit(1)
+	}
+}
+
+// run serves until ctx ends. Then, in this order: /ready says draining and parked pops are answered; after a moment the
+// listener closes and running requests finish; the engine flushes what has boarded; background work, connections and
+// the private PostgreSQL end. Nothing that was answered with success is lost, also when it is killed instead.
+func run(ctx context.Context) error {
+	config, err := loadConfig(environment())
+	if err != nil {
+		return err
+	}
+	log := newLogger(config)
+
+	listener, err := net.Listen("tcp", net.JoinHostPort(config.BindAddr, strconv.Itoa(config.Port)))
+	if errors.Is(err, syscall.EADDRINUSE) {
+		return fmt.Errorf("port %d on %s is in use: stop what uses it, or set PORT to another one", config.Port, config.BindAddr)
+	}
+	if err != nil {
+		return fmt.Errorf("listen on %s port %d: %w", config.BindAddr, config.Port, err)
+	}
+	defer listener.Close()
+	if ip := net.ParseIP(config.BindAddr); ip != nil && !ip.IsLoopback() {
+		log.Warn("no authentication: whoever reaches this address can read and write all queues", "address", listener.Addr().String())
+	}
+
+	dsn, embedded := config.DatabaseURL, (*localpg.Server)(nil)
+	var died <-chan struct{}
+	if dsn == "" {
+		if embedded, err = startPostgres(ctx, config, log); err != nil {
+			return err
+		}
+		defer embedded.Stop()
+		dsn, died = embedded.DSN, embedded.Done()
+	}
+	pool, err := db.NewPool(context.WithoutCancel(ctx), dsn, int32(config.DBPoolSize))
+	if err != nil {
+		return fmt.Errorf("DATABASE_URL: %w", redact(err))
+	}
+	defer pool.Close()
+
+	api := &handlers.API{Log: log, Pool: pool, MaxBody: config.MaxBodyBytes, DefaultTimeout: milliseconds(config.DefaultTimeout),
+		DefaultStart: config.start, HasKey: config.keys != nil}
+	server := &http.Server{Handler: api.Handler(), ReadHeaderTimeout: 10 * time.Second, ReadTimeout: 5 * time.Minute, IdleTimeout: 2 * time.Minute,
+		MaxHeaderBytes: 64 << 10, ErrorLog: slog.NewLogLogger(log.Handler(), slog.LevelDebug)}
+	served := make(chan error, 1)
+	go func() { served <- server.Serve(listener) }()
+	defer server.Close()
+
+	log.Info("listening on http://"+listener.Addr().String(), "version", handlers.Version, "pid", os.Getpid())
+	if err := prepare(ctx, config, log, pool, dsn, api, died); err != nil {
+		if ctx.Err() != nil {
+			return nil
+		}
+		return err
+	}
+	b, err := start(ctx, config, log, pool, dsn, api)
+	if err != nil {
+		if ctx.Err() != nil {
+			return nil
+		}
+		return err
+	}
+	log.Info("ready", "flushers", config.GroupCommitWidth, "connections", config.DBPoolSize, "schema", schema.Known())
+	if embedded != nil {
+		fmt.Fprintf(os.Stderr, "\nTry it:\n  curl -s -X POST http://%[1]s/api/v1/push -d '{\"items\":[{\"queue\":\"hello\",\"payload\":{\"n\":1}}]}'\n"+
+			"  curl -s 'http://%[1]s/api/v1/pop/queue/hello?wait=true&autoAck=true'\n\n", listener.Addr())
+	}
+
+	var failure error
+	select {
+	case <-ctx.Done():
+		log.Info("draining")
+		api.Drain()
+		b.engine.Drain()
+		time.Sleep(drainNotice)
+	case failure = <-served:
+		failure = fmt.Errorf("serve: %w", failure)
+	case <-died:
+		failure = fmt.Errorf("the private PostgreSQL ended by itself: %w\n%s", embedded.Err(), embedded.Log())
+	}
+	finish, cancel := context.WithTimeout(context.Background(), drainTimeout)
+	defer cancel()
+	if err := server.Shutdown(finish); err != nil {
+		log.Warn("requests were cut off", "error", err)
+		server.Close()
+	}
+	b.close()
+	log.Info("stopped")
+	return failure
+}
+
+func newLogger(c *Config) *slog.Logger {
+	o := &slog.HandlerOptions{Level: c.LogLevel}
+	if c.LogFormat == "json" {
+		return slog.New(slog.NewJSONHandler(os.Stderr, o))
+	}
+	return slog.New(slog.NewTextHandler(os.Stderr, o))
+}
+
+// startPostgres starts the private PostgreSQL. It is as durable as any: only its size is set for a small machine.
+func startPostgres(ctx context.Context, c *Config, log *slog.Logger) (*localpg.Server, error) {
+	began := time.Now()
+	s, err := localpg.Start(ctx, localpg.Options{Dir: c.DataDir, Settings: map[string]string{
+		"max_connections": strconv.Itoa(c.DBPoolSize + 20),
+		"shared_buffers":  "256MB",
+		"max_wal_size":    "4GB",
+		"wal_buffers":     "16MB",
+	}})
+	if err != nil {
+		return nil, err
+	}
+	attrs := []any{"version", s.Version, "data", s.Dir, "took", time.Since(began).Round(time.Millisecond)}
+	if s.User != "" {
+		attrs = append(attrs, "user", s.User)
+	}
+	log.Info("started a private PostgreSQL (set DATABASE_URL to use your own)", attrs...)
+	if s.Relocated {
+		log.Warn("its user cannot enter DATA_DIR, so the data is elsewhere", "wanted", c.DataDir, "data", s.Dir)
+	}
+	return s, nil
+}
+
+// prepare waits for a database that can be used and brings its schema to what this binary knows, or waits until someone has.
+func prepare(ctx context.Context, c *Config, log *slog.Logger, pool *pgxpool.Pool, dsn string, api *handlers.API, died <-chan struct{}) error {
+	said := ""
+	say := func(level slog.Level, reason, msg string, args ...any) {
+		api.NotReady(reason)
+		if text := fmt.Sprint(msg, args); text != said {
+			said = text
+			log.Log(ctx, level, msg, args...)
+		}
+	}
+	for {
+		err := db.Check(ctx, pool)
+		if err == nil {
+			var have int64
+			if have, err = schema.Applied(ctx, pool); err == nil {
+				known := schema.Known()
+				switch {
+				case have > known:
+					return fmt.Errorf("the database has schema version %d, this binary knows up to %d: run a newer ferrymq", have, known)
+				case have == known:
+					return nil
+				case bool(c.AutoMigrate):
+					log.Info("migrating", "from", have, "to", known)
+					if err = schema.Migrate(ctx, dsn); err == nil {
+						continue
+					}
+				default:
+					say(slog.LevelWarn, "migrations pending", "waiting until the migrations are applied (AUTO_MIGRATE is false)", "schema", have, "needed", known)
+				}
+			}
+		}
+		if err != nil {
+			if ctx.Err() != nil {
+				return ctx.Err()
+			}
+			if !db.IsConnection(err) || hopeless(err) {
+				return fmt.Errorf("database: %w", redact(err))
+			}
+			say(slog.LevelWarn, "database unreachable", "waiting for the database", "error", db.Text(redact(err)))
+		}
+		select {
+		case <-ctx.Done():
+			return ctx.Err()
+		case <-died:
+			return errors.New("the private PostgreSQL ended by itself")
+		case <-time.After(time.Second):
+		}
+	}
+}
+
+// hopeless errors don't go away by waiting: a wrong password, user or database name.
+func hopeless(err error) bool {
+	switch db.Code(err) {
+	case "28P01", "28000", "3D000":
+		return true
+	}
+	return false
+}
+
+// redact drops the connection string from errors of its parser: it may hold a password.
+func redact(err error) error {
+	var parse *pgconn.ParseConfigError
+	if errors.As(err, &parse) {
+		return errors.New("cannot be parsed: must be postgres://user:password@host:port/database or key=value pairs")
+	}
+	return err
+}
+
+// broker is what runs besides the HTTP server.
+type broker struct {
+	engine     *groupcommit.Engine
+	bus        *wake.Bus
+	maintainer *maintain.Maintainer
+}
+
+func start(ctx context.Context, c *Config, log *slog.Logger, pool *pgxpool.Pool, dsn string, api *handlers.API) (*broker, error) {
+	q := db.New(pool)
+	installation, err := q.InstallationGet(ctx)
+	if err != nil {
+		return nil, fmt.Errorf("read the installation: %w", err)
+	}
+	project, err := q.ProjectGet(ctx, db.ProjectGetParams{Name: "default"})
+	if err != nil {
+		return nil, fmt.Errorf("read the default project: %w", err)
+	}
+	conn, err := pgx.ParseConfig(dsn)
+	if err != nil {
+		return nil, redact(err)
+	}
+	db.SessionSettings(conn)
+	b := &broker{}
+	var bus *wake.Bus
+	b.engine = groupcommit.New(groupcommit.Options{
+		Pool: pool, Log: log, Hasher: segment.NewHasher(uint64(installation.HashSeed)), Keys: c.keys, Project: project, DBNow: installation.Now,
+		Width: c.GroupCommitWidth, DedupBytes: c.DedupCacheMB << 20, PushQueueMax: c.PushQueueMax, MaxParked: c.MaxParked,
+		StatementTimeout: milliseconds(c.StatementTimeoutMS),
+		Recheck: groupcommit.Recheck{Initial: milliseconds(c.PopWaitInitialIntervalMS), Threshold: c.PopWaitBackoffThreshold,
+			Multiplier: c.PopWaitBackoffMultiplier, Max: milliseconds(c.PopWaitMaxIntervalMS)},
+		Announce: func(h []groupcommit.Hint) { bus.Announce(h) },
+	})
+	bus = wake.Open(wake.Options{Conn: conn, Log: log, OnHint: b.engine.Hint, OnQueue: b.engine.QueueChanged, OnLost: b.engine.LookAll})
+	b.bus = bus
+	host, _ := os.Hostname()
+	b.maintainer = &maintain.Maintainer{Pool: pool, Log: log, Engine: b.engine, Bus: bus, Name: fmt.Sprintf("%s:%d", host, os.Getpid())}
+	b.maintainer.Start()
+	api.Changed = func(id int32) {
+		b.engine.QueueChanged(id)
+		bus.QueueChanged(id)
+		b.maintainer.Kick()
+	}
+	api.Ready(b.engine)
+	return b, nil
+}
+
+func (b *broker) close() {
+	b.engine.Close()
+	b.maintainer.Close()
+	b.bus.Close()
+}

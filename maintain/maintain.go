@@ -1,0 +1,232 @@
+// Package maintain is a broker's background work: it keeps the broker visible to others, notices what they changed,
+// and finishes jobs. Everything starts at an index of what is due; nothing walks all partitions.
+package maintain
+
+import (
+	"context"
+	"errors"
+	"log/slog"
+	"sync"
+	"time"
+
+	"github.com/google/uuid"
+	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgxpool"
+
+	"ferrymq/db"
+	"ferrymq/groupcommit"
+	"ferrymq/wake"
+)
+
+const (
+	beatEvery    = 2 * time.Second
+	jobsEvery    = time.Second
+	refreshSpan  = 10              // seconds of queue changes read at each beat: several beats overlap
+	forgetAfter  = 8 * time.Second // without a refresh for so long, nothing cached can be trusted
+	removeChunk  = 200             // partitions of a deleted queue in one transaction
+	segmentChunk = 1000            // segments
+	recheckChunk = 1000            // cursors
+)
+
+// Maintainer runs the loops until Close.
+type Maintainer struct {
+	Pool   *pgxpool.Pool
+	Log    *slog.Logger
+	Engine *groupcommit.Engine
+	Bus    *wake.Bus
+	Name   string // of this broker, for people
+
+	id     uuid.UUID
+	q      *db.Queries
+	kick   chan struct{}
+	stop   context.Context
+	cancel context.CancelFunc
+	work   sync.WaitGroup
+}
+
+// Start begins the loops. The exported fields must be set.
+func (m *Maintainer) Start() {
+	m.id, m.q, m.kick = uuid.New(), db.New(m.Pool), make(chan struct{}, 1)
+	m.stop, m.cancel = context.WithCancel(context.Background())
+	m.work.Add(2)
+	go m.beat()
+	go m.jobs()
+}
+
+// Close ends the loops, what they are at included, and signs the broker off.
+func (m *Maintainer) Close() {
+	m.cancel()
+	m.work.Wait()
+	ctx, cancel := context.WithTimeout(context.Background(), time.Second)
+	defer cancel()
+	_ = m.q.BrokerLeave(ctx, db.BrokerLeaveParams{ID: m.id}) // others notice the silence anyway
+}
+
+// Kick makes the job loop look at once.
+func (m *Maintainer) Kick() {
+	select {
+	case m.kick <- struct{}{}:
+	default:
+	}
+}
+
+func (m *Maintainer) every(d time.Duration, kick <-chan struct{}, do func(ctx context.Context) error, what string) {
+	defer m.work.Done()
+	ticker := time.NewTicker(d)
+	defer ticker.Stop()
+	failing := false
+	for {
+		err := do(m.stop)
+		if m.stop.Err() != nil {
+			return
+		}
+		if err != nil && !failing {
+			m.Log.Warn(what+" failed, trying again", "error", db.Text(err))
+		}
+		failing = err != nil
+		select {
+		case <-m.stop.Done():
+			return
+		case <-kick:
+		case <-ticker.C:
+		}
+	}
+}
+
+func (m *Maintainer) beat() {
+	refreshed := time.Now()
+	m.every(beatEvery, nil, func(ctx context.Context) error {
+		ctx, cancel := context.WithTimeout(ctx, 5*time.Second)
+		defer cancel()
+		others, err := m.q.BrokerBeat(ctx, db.BrokerBeatParams{ID: m.id, Name: m.Name})
+		if err != nil {
+			return err
+		}
+		m.Bus.Others(others > 0)
+		if time.Since(refreshed) > forgetAfter {
+			m.Engine.Catalog.ForgetAll()
+		}
+		if err := m.Engine.Catalog.Refresh(ctx, refreshSpan); err != nil {
+			return err
+		}
+		refreshed = time.Now()
+		return nil
+	}, "heartbeat")
+}
+
+func (m *Maintainer) jobs() {
+	m.every(jobsEvery, m.kick, func(ctx context.Context) error {
+		for {
+			lease := uuid.New()
+			job, err := m.q.JobClaim(ctx, db.JobClaimParams{LeaseID: lease})
+			if errors.Is(err, pgx.ErrNoRows) {
+				return nil
+			}
+			if err != nil {
+				return err
+			}
+			if err := m.run(ctx, job, lease); err != nil {
+				return err
+			}
+		}
+	}, "job")
+}
+
+// errTakenOver means that another broker works on the job by now.
+var errTakenOver = errors.New("job taken over by another broker")
+
+func (m *Maintainer) run(ctx context.Context, job db.JobClaimRow, lease uuid.UUID) error {
+	next := func() error {
+		n, err := m.q.JobExtend(ctx, db.JobExtendParams{ID: job.ID, LeaseID: lease})
+		if err == nil && n == 0 {
+			err = errTakenOver
+		}
+		return err
+	}
+	var err error
+	switch job.Kind {
+	case "seed":
+		err = m.Engine.Catalog.Seed(ctx, *job.GroupID)
+	case "delete_queue":
+		err = m.removeQueue(ctx, job.QueueID, next)
+	case "recheck":
+		err = m.recheck(ctx, job.QueueID, next)
+	}
+	if errors.Is(err, errTakenOver) {
+		return nil
+	}
+	if err != nil {
+		return err
+	}
+	return m.q.JobDone(ctx, db.JobDoneParams{ID: job.ID, LeaseID: lease})
+}
+
+// removeQueue deletes what belongs to a queue whose name is free already, in short transactions and in the lock order of the product.
+func (m *Maintainer) removeQueue(ctx context.Context, queue int32, next func() error) error {
+	for {
+		if err := next(); err != nil {
+			return err
+		}
+		found := 0
+		err := pgx.BeginFunc(ctx, m.Pool, func(tx pgx.Tx) error {
+			q := m.q.WithTx(tx)
+			ids, err := q.QueueRemoveLock(ctx, db.QueueRemoveLockParams{QueueID: queue, Max: removeChunk})
+			if found = len(ids); err != nil || found == 0 {
+				return err
+			}
+			if err := q.QueueRemoveCursors(ctx, db.QueueRemoveCursorsParams{QueueID: queue, Ids: ids}); err != nil {
+				return err
+			}
+			n, err := q.QueueRemoveSegments(ctx, db.QueueRemoveSegmentsParams{Ids: ids, Max: segmentChunk})
+			if err != nil || n == segmentChunk {
+				return err // more of them: the partitions stay for the next round
+			}
+			return q.QueueRemovePartitions(ctx, db.QueueRemovePartitionsParams{Ids: ids})
+		})
+		if err != nil {
+			return err
+		}
+		if found == 0 {
+			break
+		}
+	}
+	for {
+		n, err := m.q.QueueRemoveDeadLetters(ctx, db.QueueRemoveDeadLettersParams{QueueID: queue, Max: segmentChunk})
+		if err != nil {
+			return err
+		}
+		if n < segmentChunk {
+			break
+		}
+	}
+	if err := m.q.QueueRemoveGroups(ctx, db.QueueRemoveGroupsParams{QueueID: queue}); err != nil {
+		return err
+	}
+	return m.q.QueueRemove(ctx, db.QueueRemoveParams{QueueID: queue})
+}
+
+// recheck judges the delays of a reconfigured queue anew.
+func (m *Maintainer) recheck(ctx context.Context, queue int32, next func() error) error {
+	groups, err := m.q.GroupsOfQueue(ctx, db.GroupsOfQueueParams{QueueID: queue})
+	if err != nil {
+		return err
+	}
+	for _, g := range groups {
+		for after := int64(0); ; {
+			if err := next(); err != nil {
+				return err
+			}
+			last, err := m.q.RecheckCursors(ctx, db.RecheckCursorsParams{GroupID: g, After: after, Max: recheckChunk})
+			if err != nil {
+				return err
+			}
+			if last == 0 {
+				break
+			}
+			after = last
+		}
+	}
+	m.Engine.QueueChanged(queue)
+	m.Bus.QueueChanged(queue)
+	return nil
+}
