@@ -21,6 +21,7 @@ type broker struct {
 	addr string // host:port
 	log  *logBuffer
 	done chan struct{} // closed when the process has ended
+	term bool          // SIGTERM was sent: a second one ends a broker at once
 }
 
 // logBuffer collects what a broker prints and tells once where it listens.
@@ -91,9 +92,16 @@ func start(bin string, env []string, ready bool) (*broker, error) {
 	return b, nil
 }
 
+func (b *broker) terminate() {
+	if !b.term {
+		_ = b.cmd.Process.Signal(syscall.SIGTERM)
+	}
+	b.term = true
+}
+
 // stop sends SIGTERM; the process must end with code 0.
 func (b *broker) stop() error {
-	_ = b.cmd.Process.Signal(syscall.SIGTERM)
+	b.terminate()
 	select {
 	case <-b.done:
 	case <-time.After(10 * time.Second):

@@ -17,7 +17,6 @@ import (
 	"slices"
 	"strconv"
 	"strings"
-	"syscall"
 	"testing"
 	"time"
 
@@ -213,7 +212,8 @@ func (s *script) step() error {
 			return errScript{fmt.Errorf("no broker %q", rest)}
 		}
 		if verb == "term" {
-			return b.cmd.Process.Signal(syscall.SIGTERM)
+			b.terminate()
+			return nil
 		}
 		delete(s.brokers, n)
 		return b.stop()
