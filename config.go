@@ -4,6 +4,7 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
+	"maps"
 	"net"
 	"os"
 	"reflect"
@@ -81,6 +82,13 @@ type Config struct {
 	// PushQueueMax is how many messages may wait to be written; beyond them a push is 503.
 	PushQueueMax int64 `env:"PUSH_QUEUE_MAX" envDefault:"65536" range:"1..1000000000"`
 
+	// RetentionInterval of the retention sweep, in ms; checked, without effect until retention is built.
+	RetentionInterval int `env:"RETENTION_INTERVAL" envDefault:"5000" range:"100..86400000"`
+	// RetentionBatchSize of a retention step, in segments; checked, without effect until retention is built.
+	RetentionBatchSize int `env:"RETENTION_BATCH_SIZE" envDefault:"1000" range:"1..1000000"`
+	// PartitionCleanupDays after which an idle, empty partition is removed, 0 = never; checked, without effect until retention is built.
+	PartitionCleanupDays int `env:"PARTITION_CLEANUP_DAYS" envDefault:"30" range:"0..36500"`
+
 	start catalog.Start
 	keys  *segment.Keys
 }
@@ -97,7 +105,7 @@ var aliases = map[string][]string{
 	"PGSSLROOTCERT":   {"PG_SSL_ROOT_CERT"},
 }
 
-// environment is os.Environ as a map, empty variables left out and aliases filled in.
+// environment is os.Environ as a map, empty variables left out.
 func environment() map[string]string {
 	m := make(map[string]string)
 	for _, kv := range os.Environ() {
@@ -105,23 +113,30 @@ func environment() map[string]string {
 			m[k] = v
 		}
 	}
+	return m
+}
+
+// withAliases fills in what only an alias sets. It returns which name each setting really came from.
+func withAliases(vars map[string]string) (all, from map[string]string) {
+	all, from = maps.Clone(vars), make(map[string]string)
 	for name, others := range aliases {
 		for _, o := range others {
-			if _, ok := m[name]; !ok && m[o] != "" {
-				m[name] = m[o]
+			if _, ok := all[name]; !ok && all[o] != "" {
+				all[name], from[name] = all[o], o
 			}
 		}
 	}
-	return m
+	return all, from
 }
 
 // loadConfig reads and checks the settings; its error names the variable.
 func loadConfig(vars map[string]string) (*Config, error) {
 	var c Config
+	vars, from := withAliases(vars)
 	if err := env.ParseWithOptions(&c, env.Options{Environment: vars}); err != nil {
-		return nil, settingError(err)
+		return nil, settingError(err, from)
 	}
-	if err := c.checkRanges(); err != nil {
+	if err := c.checkRanges(from); err != nil {
 		return nil, err
 	}
 	var ok bool
@@ -163,7 +178,7 @@ func loadConfig(vars map[string]string) (*Config, error) {
 }
 
 // settingError keeps the first of the library's errors, with the variable it is about.
-func settingError(err error) error {
+func settingError(err error, from map[string]string) error {
 	var all env.AggregateError
 	if errors.As(err, &all) && len(all.Errors) > 0 {
 		err = all.Errors[0]
@@ -172,14 +187,23 @@ func settingError(err error) error {
 	if errors.As(err, &parse) {
 		t := reflect.TypeFor[Config]()
 		if f, ok := t.FieldByName(parse.Name); ok {
-			return fmt.Errorf("%s: %w", f.Tag.Get("env"), parse.Err)
+			return fmt.Errorf("%s: %w", variable(f, from), parse.Err)
 		}
 	}
 	return err
 }
 
+// variable is the name that a field's value was set by.
+func variable(f reflect.StructField, from map[string]string) string {
+	name := f.Tag.Get("env")
+	if alias, ok := from[name]; ok {
+		return alias
+	}
+	return name
+}
+
 // checkRanges holds every number against its range tag.
-func (c *Config) checkRanges() error {
+func (c *Config) checkRanges(from map[string]string) error {
 	v := reflect.ValueOf(c).Elem()
 	for i := range v.NumField() {
 		f := v.Type().Field(i)
@@ -196,7 +220,7 @@ func (c *Config) checkRanges() error {
 		low, _ := strconv.ParseFloat(lo, 64)
 		high, _ := strconv.ParseFloat(hi, 64)
 		if !(x >= low && x <= high) {
-			return fmt.Errorf("%s: must be %s..%s", f.Tag.Get("env"), lo, hi)
+			return fmt.Errorf("%s: must be %s..%s", variable(f, from), lo, hi)
 		}
 	}
 	return nil

@@ -174,6 +174,7 @@ func (c *Catalog) EnsureQueue(ctx context.Context, name string) (*Queue, error) 
 		}
 		namespace, task := Derive(name)
 		var made *Queue
+		var joined []db.GroupCreateRow
 		err = pgx.BeginFunc(ctx, c.pool, func(tx pgx.Tx) error {
 			q := c.q.WithTx(tx)
 			row, err := q.QueueCreate(ctx, db.QueueCreateParams{ProjectID: c.project, Name: name, Namespace: namespace, Task: task})
@@ -184,27 +185,45 @@ func (c *Catalog) EnsureQueue(ctx context.Context, name string) (*Queue, error) 
 				return err
 			}
 			made = &row
-			return c.joinDiscovery(ctx, q, &row)
+			joined, err = c.joinDiscovery(ctx, q, &row)
+			return err
 		})
 		if err != nil {
 			return nil, err
 		}
 		if made != nil {
 			c.queues.set(name, made)
-			return made, nil
+			return made, c.seedJoined(ctx, joined)
 		}
 	}
 }
 
 // joinDiscovery registers the groups whose discovery pops cover the queue, with their first time. The queue's row is locked or new.
-func (c *Catalog) joinDiscovery(ctx context.Context, q *db.Queries, queue *Queue) error {
+func (c *Catalog) joinDiscovery(ctx context.Context, q *db.Queries, queue *Queue) (joined []db.GroupCreateRow, err error) {
 	found, err := q.DiscoveryOf(ctx, db.DiscoveryOfParams{ProjectID: c.project, Namespace: queue.Namespace, Task: queue.Task})
 	if err != nil {
-		return err
+		return nil, err
 	}
 	for _, d := range found {
-		if _, err := register(ctx, q, queue.ID, d.Name, Start{Mode: d.StartMode, At: &d.StartAt}); err != nil {
-			return err
+		g, err := register(ctx, q, queue.ID, d.Name, Start{Mode: d.StartMode, At: &d.StartAt})
+		if err != nil {
+			return nil, err
+		}
+		joined = append(joined, g)
+	}
+	return joined, nil
+}
+
+// seedJoined makes the cursors of groups that joinDiscovery registered, after its commit.
+func (c *Catalog) seedJoined(ctx context.Context, joined []db.GroupCreateRow) error {
+	for _, row := range joined {
+		g := c.remember(name{row.QueueID, row.Name}, row.ID, true, row.Seeded, Start{Mode: row.StartMode, At: &row.StartAt})
+		if done := g.Seeded(); done != nil {
+			select {
+			case <-done:
+			case <-ctx.Done():
+				return ctx.Err()
+			}
 		}
 	}
 	return nil
@@ -218,6 +237,7 @@ func (c *Catalog) Configure(ctx context.Context, name string, change func(*Queue
 			return nil, err
 		}
 		var after Queue
+		var joined []db.GroupCreateRow
 		err = pgx.BeginFunc(ctx, c.pool, func(tx pgx.Tx) error {
 			tq := c.q.WithTx(tx)
 			if _, err := tq.QueueLock(ctx, db.QueueLockParams{ID: q.ID}); err != nil {
@@ -246,7 +266,7 @@ func (c *Catalog) Configure(ctx context.Context, name string, change func(*Queue
 				return err
 			}
 			if after.Namespace != before.Namespace || after.Task != before.Task {
-				if err := c.joinDiscovery(ctx, tq, &after); err != nil {
+				if joined, err = c.joinDiscovery(ctx, tq, &after); err != nil {
 					return err
 				}
 			}
@@ -263,7 +283,7 @@ func (c *Catalog) Configure(ctx context.Context, name string, change func(*Queue
 			return nil, err
 		}
 		c.queues.set(name, &after)
-		return &after, nil
+		return &after, c.seedJoined(ctx, joined)
 	}
 }
 

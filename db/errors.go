@@ -32,11 +32,14 @@ func IsConnection(err error) bool {
 	if err == nil {
 		return false
 	}
+	var connect *pgconn.ConnectError
+	if errors.As(err, &connect) { // whatever the server said to turn us away
+		return true
+	}
 	switch c := Code(err); {
 	case c == "":
-		var connect *pgconn.ConnectError
 		var network net.Error
-		return errors.As(err, &connect) || errors.As(err, &network) || errors.Is(err, net.ErrClosed) ||
+		return errors.As(err, &network) || errors.Is(err, net.ErrClosed) ||
 			errors.Is(err, context.DeadlineExceeded) || pgconn.SafeToRetry(err) || pgconn.Timeout(err) || unexpected(err)
 	case c[:2] == "08", c == "57P01", c == "57P02", c == "57P03", c == "53300", c == "25006":
 		// connection exceptions, the server going down or starting, no slot left, a read-only standby

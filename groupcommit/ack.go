@@ -203,6 +203,12 @@ func (a *Acks) decide(h segment.Hasher, c *cursor) (v *verdict, sure bool) {
 				return nil, false
 			}
 			if offset, ok = beyond.next(*it.TransactionID); !ok {
+				// Mentioned more often than it occurs: the same message again.
+				if offset, ok = above.seen[*it.TransactionID]; !ok {
+					offset, ok = beyond.seen[*it.TransactionID]
+				}
+			}
+			if !ok {
 				if _, under := below.next(*it.TransactionID); !under {
 					a.Results[i].Err = ErrUnresolvable
 				} else if it.Status == Completed {
