@@ -339,6 +339,19 @@ func (c *Catalog) ForgetAll() {
 	c.met.clear()
 }
 
+// Known returns a queue's partition when both are remembered, without looking anything up.
+func (c *Catalog) Known(queue, partition string) (*Queue, *Partition) {
+	q, ok := c.queues.get(queue)
+	if !ok {
+		return nil, nil
+	}
+	p, ok := c.partitions.get(name{q.ID, partition})
+	if !ok || p.Row() == nil {
+		return nil, nil
+	}
+	return q, p
+}
+
 // Partitions finds the partitions of one queue by name, in the order of names. Those that don't exist have no Row yet.
 func (c *Catalog) Partitions(ctx context.Context, q *Queue, names []string) ([]*Partition, error) {
 	out := make([]*Partition, len(names))

@@ -9,6 +9,7 @@ import (
 
 	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgxpool"
+	pgxuuid "github.com/vgarvardt/pgx-google-uuid/v5"
 )
 
 // ErrIsolation is returned by Connect when the database forces another isolation level than READ COMMITTED:
@@ -31,6 +32,11 @@ func NewPool(ctx context.Context, dsn string, size int32) (*pgxpool.Pool, error)
 		config.ConnConfig.ConnectTimeout = 5 * time.Second
 	}
 	SessionSettings(config.ConnConfig)
+	config.AfterConnect = func(_ context.Context, conn *pgx.Conn) error {
+		// Without it pgx sends every UUID through its text form.
+		pgxuuid.Register(conn.TypeMap())
+		return nil
+	}
 	return pgxpool.NewWithConfig(ctx, config)
 }
 

@@ -383,7 +383,7 @@ func (e *Engine) Extend(ctx context.Context, lease uuid.UUID, seconds int32) (re
 	for i, c := range cursors {
 		x := &extend{group: c.group, partition: c.partition, lease: lease, seconds: seconds, done: make(chan struct{})}
 		extends[i] = x
-		if !e.flusherOf(uint64(c.group)).enter(func(b *board) { b.extends = append(b.extends, x) }) {
+		if !e.dock.enter(uint64(c.group), func(b *board) { b.extends = append(b.extends, x) }) {
 			x.finish(ErrClosed)
 		}
 	}

@@ -3,6 +3,7 @@ package groupcommit
 import (
 	"context"
 	"errors"
+	"math/bits"
 	"sync"
 	"time"
 
@@ -60,82 +61,136 @@ func (b *board) halves() (x, y *board) {
 
 func half[T any](s []T) (a, b []T) { n := (len(s) + 1) / 2; return s[:n], s[n:] }
 
-// flusher takes what boarded and sends it, one flush after the other.
-type flusher struct {
-	e    *Engine
-	kick chan struct{}
+// lanes is how many ways the dock is divided: a flight takes whole lanes, and what boards a lane that is in flight waits for its return.
+const lanes = 64
 
+// crowd is how many operations must wait before a flight leaves while another is in the air. Fewer are cheaper carried together,
+// a little later, by the next one: a flush has a fixed cost, and on a small machine two half-empty ones cost both latency and throughput.
+const crowd = 48
+
+// dock is where operations board.
+type dock struct {
 	mu     sync.Mutex
-	next   board
+	turn   *sync.Cond // a flight may leave
+	next   [lanes]board
+	filled uint64 // lanes with something on board
+	away   uint64 // lanes in flight
+	flying int
 	closed bool
 	sides  map[partitionKey]*side // partitions that work alone for a while
-	later  []*settle              // a cursor takes one settle a flush; the others board the next
+}
 
+// flusher flies: it takes what boarded and sends it, one flush after the other.
+type flusher struct {
+	e       *Engine
 	scratch builders
 }
 
-func (e *Engine) flusherOf(lane uint64) *flusher { return e.flushers[lane%uint64(len(e.flushers))] }
+func newDock() *dock {
+	d := &dock{sides: make(map[partitionKey]*side)}
+	d.turn = sync.NewCond(&d.mu)
+	return d
+}
 
-// enter adds to the board. It reports false when the flusher has closed.
-func (f *flusher) enter(add func(*board)) bool {
-	f.mu.Lock()
-	if f.closed {
-		f.mu.Unlock()
+// enter adds to the board of a lane. It reports false when the dock has closed.
+func (d *dock) enter(lane uint64, add func(*board)) bool {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	if d.closed {
 		return false
 	}
-	if f.next.size() == 0 {
-		f.next.since = time.Now()
+	d.put(lane, add)
+	if d.ready() {
+		d.turn.Signal()
 	}
-	add(&f.next)
-	f.mu.Unlock()
-	f.wake()
 	return true
 }
 
-func (f *flusher) wake() {
-	select {
-	case f.kick <- struct{}{}:
-	default:
+func (d *dock) put(lane uint64, add func(*board)) {
+	b := &d.next[lane%lanes]
+	if b.size() == 0 {
+		b.since = time.Now()
+		d.filled |= 1 << (lane % lanes)
+	}
+	add(b)
+}
+
+// ready says whether a flight may leave: the only one at once, another one when it is worth its while.
+func (d *dock) ready() bool {
+	free := d.filled &^ d.away
+	if free == 0 || d.flying == 0 {
+		return free != 0
+	}
+	n := 0
+	for ; free != 0; free &= free - 1 {
+		if n += d.next[bits.TrailingZeros64(free)].size(); n >= crowd {
+			return true
+		}
+	}
+	return false
+}
+
+// take boards everybody whose lane is not in flight.
+func (d *dock) take() (b *board, mask uint64) {
+	mask = d.filled &^ d.away
+	for free := mask; free != 0; free &= free - 1 {
+		lane := &d.next[bits.TrailingZeros64(free)]
+		if b == nil {
+			whole := *lane
+			b = &whole
+		} else {
+			b.join(lane)
+		}
+		*lane = board{}
+	}
+	d.filled &^= mask
+	d.away |= mask
+	d.flying++
+	return b, mask
+}
+
+func (b *board) join(o *board) {
+	b.pushes = append(b.pushes, o.pushes...)
+	b.settles = append(b.settles, o.settles...)
+	b.restores = append(b.restores, o.restores...)
+	b.extends = append(b.extends, o.extends...)
+	b.claims = append(b.claims, o.claims...)
+	if o.since.Before(b.since) {
+		b.since = o.since
 	}
 }
 
-func (f *flusher) close() {
-	f.mu.Lock()
-	f.closed = true
-	f.mu.Unlock()
-	f.wake()
+func (d *dock) close() {
+	d.mu.Lock()
+	d.closed = true
+	d.mu.Unlock()
+	d.turn.Broadcast()
 }
 
+// run flies until the dock has closed and nobody waits any more.
 func (f *flusher) run() {
+	d := f.e.dock
 	defer f.e.workers.Done()
-	for range f.kick {
-		f.mu.Lock()
-		b := f.next
-		f.next = board{settles: f.later}
-		f.later = nil
-		if len(f.next.settles) > 0 {
-			f.next.settles, b.settles = nil, append(f.next.settles, b.settles...)
-		}
-		closed := f.closed
-		f.mu.Unlock()
-		if b.size() > 0 {
-			f.depart(&b)
-			f.mu.Lock()
-			again := f.next.size() > 0 || len(f.later) > 0
-			f.mu.Unlock()
-			if again {
-				f.wake()
-			}
-		}
-		if closed {
-			f.mu.Lock()
-			empty := f.next.size() == 0 && len(f.later) == 0
-			f.mu.Unlock()
-			if empty {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	for {
+		for !d.ready() {
+			if d.closed && d.filled == 0 && d.flying == 0 {
+				d.turn.Broadcast()
 				return
 			}
-			f.wake()
+			d.turn.Wait()
 		}
+		b, mask := d.take()
+		if d.ready() {
+			d.turn.Signal()
+		}
+		d.mu.Unlock()
+		f.depart(b)
+		d.mu.Lock()
+		d.away &^= mask
+		d.flying--
+		d.turn.Signal()
 	}
 }
 
@@ -166,14 +221,17 @@ func (f *flusher) depart(b *board) {
 // spread gives every partition of a flush that met a lock timeout a transaction of its own: the one that is
 // blocked then stalls only itself. Claims never wait for a lock and go on here.
 func (f *flusher) spread(b *board) {
-	f.mu.Lock()
+	d := f.e.dock
+	d.mu.Lock()
 	for _, p := range b.pushes {
-		f.aside(p.Partition).pushes = append(f.aside(p.Partition).pushes, p)
+		lane := f.e.aside(p.Partition)
+		lane.pushes = append(lane.pushes, p)
 	}
 	for _, s := range b.settles {
-		f.aside(s.partition).settles = append(f.aside(s.partition).settles, s)
+		lane := f.e.aside(s.partition)
+		lane.settles = append(lane.settles, s)
 	}
-	f.mu.Unlock()
+	d.mu.Unlock()
 	rest := &board{restores: b.restores, extends: b.extends, claims: b.claims, since: b.since}
 	if len(b.pushes)+len(b.settles) > 0 && rest.size() > 0 {
 		f.depart(rest)

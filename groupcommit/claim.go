@@ -48,7 +48,7 @@ type claim struct {
 	discovery bool
 	wait      bool // park when there is nothing
 
-	// Written by whoever works on the claim: the flusher it rides with, or parking under its lock.
+	// Written by whoever works on the claim: the flush it rides on, or parking under its lock.
 	scan  bool    // look at the index, not only at hints
 	hints []int64 // partitions to look at first
 	tries int
@@ -91,7 +91,7 @@ func (e *Engine) giveBack(c *claim, spans []*Span, rest bool) {
 		e.held.drop(s.Group.ID, s.Row.ID)
 		if c.autoAck {
 			r := &restore{queue: s.Queue.ID, group: s.Group.ID, partition: s.Row.ID, start: s.Start, end: s.Start + s.Take, rest: rest}
-			e.flusherOf(s.Partition.Lane).enter(func(b *board) { b.restores = append(b.restores, r) })
+			e.dock.enter(s.Partition.Lane, func(b *board) { b.restores = append(b.restores, r) })
 			continue
 		}
 		action := int32(actGiveBack)
@@ -104,7 +104,7 @@ func (e *Engine) giveBack(c *claim, spans []*Span, rest bool) {
 
 func (e *Engine) boardClaim(c *claim) {
 	c.scan = true
-	if !e.flusherOf(uint64(c.group.ID)).enter(func(b *board) { b.claims = append(b.claims, c) }) {
+	if !e.dock.enter(uint64(c.group.ID), func(b *board) { b.claims = append(b.claims, c) }) {
 		c.finish(e, nil, ErrClosed)
 	}
 }

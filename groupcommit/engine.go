@@ -1,12 +1,13 @@
 // Package groupcommit is the engine: everything that waits (pushes, acks, extends, claims, of all queues) boards
 // a flush, and one flush is one round trip and one commit.
 //
-// A caller boards an operation and waits for its result. A few flushers, GROUP_COMMIT_WIDTH of them, each take all
-// that boarded since their last departure: at once when idle, so nothing waits on a timer, and more the busier the
-// database is. Pushes and settles of a partition always board the same flusher, so a partition never waits on itself.
+// A caller boards an operation and waits for its result. A flush leaves at once when none is in the air and takes all
+// that waits, so nothing waits on a timer, and more board the busier the database is; a crowd does not wait for its
+// return, up to GROUP_COMMIT_WIDTH flushes at a time. What boards is divided into lanes by partition, and a lane is only
+// ever on one flush, so a partition never waits on itself.
 //
 //	handler ── Push ──┐                      ┌── lock partitions, append, mark, settle, claim ──┐
-//	handler ── Ack ───┼─ board ── flusher ───┤        one pipeline, one transaction             ├─ results, hints
+//	handler ── Ack ───┼─ dock ─── flusher ───┤        one pipeline, one transaction             ├─ results, hints
 //	parked pop ───────┘    ▲                 └──────────────────────────────────────────────────┘     │
 //	                       └──────────────── side lane: one partition alone ◄─────────────────────────┘
 //
@@ -64,7 +65,7 @@ type Options struct {
 	Project int32
 	DBNow   time.Time // the database's clock at this moment
 
-	Width            int           // flushers
+	Width            int           // flushes in flight at most
 	DedupBytes       int64         // memory of the deduplication window
 	PushQueueMax     int64         // messages waiting to be written
 	MaxParked        int           // parked pops
@@ -72,6 +73,9 @@ type Options struct {
 	Recheck          Recheck
 	// Announce gets what a commit of this broker left to deliver, for other brokers. It must not block. May be nil.
 	Announce func([]Hint)
+	// Alone says whether no other broker is known to be alive: then pushes need not lock their partitions in order first,
+	// since within a broker no two flushes share one. Being wrong costs a deadlock, which is retried. May be nil.
+	Alone func() bool
 }
 
 // Recheck is how often parked pops look at the database for what no hint told them.
@@ -87,12 +91,12 @@ type Engine struct {
 	Options
 	Catalog *catalog.Catalog
 
-	q        *db.Queries
-	dedup    *dedup.Cache
-	flushers []*flusher
-	park     *parking
-	held     *holding
-	sizes    sizes
+	q     *db.Queries
+	dedup *dedup.Cache
+	dock  *dock
+	park  *parking
+	held  *holding
+	sizes sizes
 
 	waiting  atomic.Int64 // messages boarded and not yet decided
 	clock    atomic.Int64 // database clock minus ours, ns
@@ -117,11 +121,10 @@ func New(o Options) *Engine {
 	e.Catalog = catalog.New(e.stop, o.Pool, o.Project, func(group int32) { e.park.look(group) })
 	e.park = newParking(e)
 	e.held = newHolding()
+	e.dock = newDock()
 	for range max(o.Width, 1) {
-		f := &flusher{e: e, kick: make(chan struct{}, 1), sides: make(map[partitionKey]*side)}
-		e.flushers = append(e.flushers, f)
 		e.workers.Add(1)
-		go f.run()
+		go (&flusher{e: e}).run()
 	}
 	e.workers.Add(2)
 	go e.recheckLoop()
@@ -145,9 +148,7 @@ func (e *Engine) Drain() {
 // Call it after the last request has been answered.
 func (e *Engine) Close() {
 	e.Drain()
-	for _, f := range e.flushers {
-		f.close()
-	}
+	e.dock.close()
 	e.cancel()
 	e.workers.Wait()
 	e.sideWork.Wait()

@@ -46,10 +46,13 @@ func (f *flusher) flush(b *board) error {
 	pushed := []int64{}
 	cursors := lockSet{db.LockCursorsParams{GroupIds: []int32{}, PartitionIds: []int64{}, LeaseIds: []uuid.UUID{}}}
 	a, c := appendParams(entries)
+	inOrder := len(a.Ids) > 1 && (e.Alone == nil || !e.Alone())
 	for _, id := range a.Ids {
 		pushed = append(pushed, id)
-		locks.Ids = append(locks.Ids, id)
-		locks.Reaches = append(locks.Reaches, 1<<63-1)
+		if inOrder {
+			locks.Ids = append(locks.Ids, id)
+			locks.Reaches = append(locks.Reaches, 1<<63-1)
+		}
 	}
 	for _, s := range settles {
 		locks.Ids = append(locks.Ids, s.row.ID)
@@ -113,7 +116,7 @@ func (f *flusher) flush(b *board) error {
 	}
 
 	var hints []Hint
-	hints = f.deliverPushes(hints, entries, locked, appended, created)
+	hints = f.deliverPushes(hints, entries, inOrder, locked, appended, created)
 	for _, r := range settled {
 		s := settles[r.N]
 		s.apply(e, r)
@@ -188,23 +191,26 @@ func (f *flusher) onePerCursor(settles []*settle) []*settle {
 		kept = append(kept, s)
 	}
 	if len(later) > 0 {
-		f.mu.Lock()
-		f.later = append(f.later, later...)
-		f.mu.Unlock()
+		f.e.dock.mu.Lock()
+		for _, s := range later {
+			f.e.dock.put(s.partition.Lane, func(b *board) { b.settles = append(b.settles, s) })
+		}
+		f.e.dock.mu.Unlock()
 	}
 	return f.notAside(kept)
 }
 
 // notAside hands settles of partitions that work alone to their side lane.
 func (f *flusher) notAside(settles []*settle) []*settle {
-	f.mu.Lock()
-	defer f.mu.Unlock()
-	if len(f.sides) == 0 {
+	d := f.e.dock
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	if len(d.sides) == 0 {
 		return settles
 	}
 	kept := settles[:0:0]
 	for _, s := range settles {
-		if lane := f.sides[keyOf(s.partition)]; lane != nil {
+		if lane := d.sides[keyOf(s.partition)]; lane != nil {
 			lane.settles = append(lane.settles, s)
 			continue
 		}
@@ -214,7 +220,7 @@ func (f *flusher) notAside(settles []*settle) []*settle {
 }
 
 // deliverPushes answers the pushes of a committed flush. What lost its compare-and-set, was created elsewhere or is gone goes on alone.
-func (f *flusher) deliverPushes(hints []Hint, entries []*entry, locked []db.LockPartitionsRow, appended []db.AppendSegmentsRow, created []db.CreatePartitionsRow) []Hint {
+func (f *flusher) deliverPushes(hints []Hint, entries []*entry, inOrder bool, locked []db.LockPartitionsRow, appended []db.AppendSegmentsRow, created []db.CreatePartitionsRow) []Hint {
 	if len(entries) == 0 {
 		return hints
 	}
@@ -243,7 +249,7 @@ func (f *flusher) deliverPushes(hints []Hint, entries []*entry, locked []db.Lock
 			}
 		} else if r, ok := byID[n.row.ID]; ok {
 			n.base, n.createdAt, done = r.Base, r.CreatedAt, true
-		} else if !exists[n.row.ID] {
+		} else if inOrder && !exists[n.row.ID] {
 			n.partition.Forget(n.row)
 			f.e.dedup.Forget(n.row.ID)
 		}
@@ -253,10 +259,7 @@ func (f *flusher) deliverPushes(hints []Hint, entries []*entry, locked []db.Lock
 			f.e.park.seen(n.queue)
 			continue
 		}
-		f.mu.Lock()
-		s := f.aside(n.partition)
-		s.pushes = append(s.pushes, n.pushes...)
-		f.mu.Unlock()
+		f.e.sendAside(n)
 	}
 	return hints
 }

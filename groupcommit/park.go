@@ -155,10 +155,10 @@ func (p *parking) idle(c *claim) {
 	p.mu.Unlock()
 }
 
-// board sends a claim that was parked to the flusher of its group.
+// board sends a claim that was parked to the dock.
 func (p *parking) board(c *claim, scan bool) {
 	c.scan = scan
-	if !p.e.flusherOf(uint64(c.group.ID)).enter(func(b *board) { b.claims = append(b.claims, c) }) {
+	if !p.e.dock.enter(uint64(c.group.ID), func(b *board) { b.claims = append(b.claims, c) }) {
 		c.finish(p.e, nil, ErrClosed)
 	}
 }

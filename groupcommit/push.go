@@ -93,15 +93,7 @@ func (p *Push) hash(h segment.Hasher) {
 }
 
 func (e *Engine) boardPush(p *Push) {
-	f := e.flusherOf(p.Partition.Lane)
-	key := keyOf(p.Partition)
-	ok := f.enter(func(b *board) {
-		if s := f.sides[key]; s != nil {
-			s.pushes = append(s.pushes, p)
-			return
-		}
-		b.pushes = append(b.pushes, p)
-	})
+	ok := e.dock.enter(p.Partition.Lane, func(b *board) { b.pushes = append(b.pushes, p) })
 	if !ok {
 		p.finish(e, ErrClosed)
 	}
@@ -159,7 +151,7 @@ func (n *entry) build(e *Engine, s *builders, known map[segment.Key]uuid.UUID) {
 	n.total, n.parts = 0, n.parts[:0]
 	b := s.segment
 	b.Reset()
-	first := segment.NewFirstID(time.Now())
+	var first uuid.UUID
 	seal := func() {
 		if b.Len() == 0 {
 			return
@@ -171,11 +163,13 @@ func (n *entry) build(e *Engine, s *builders, known map[segment.Key]uuid.UUID) {
 		p.codec, p.keyNo, p.frames = b.Seal(nil, keys, first)
 		n.parts = append(n.parts, p)
 		b.Reset()
-		first = segment.NewFirstID(time.Now())
 	}
 	for _, p := range n.pushes {
 		for i := range p.Messages {
 			m := &p.Messages[i]
+			if b.Len() == 0 {
+				first = segment.NewFirstID(time.Now())
+			}
 			if dedup && len(p.keys) > 0 && m.TransactionID != "" {
 				k := segment.Key(p.keys[16*i:])
 				if id, ok := known[k]; ok {
@@ -190,12 +184,14 @@ func (n *entry) build(e *Engine, s *builders, known map[segment.Key]uuid.UUID) {
 				}
 				if !b.Fits(m) {
 					seal()
+					first = segment.NewFirstID(time.Now())
 				}
 				if messages > 1 {
 					s.seen[k] = segment.ID(first, b.Len())
 				}
 			} else if !b.Fits(m) {
 				seal()
+				first = segment.NewFirstID(time.Now())
 			}
 			p.Results[i] = Pushed{ID: segment.ID(first, b.Len())}
 			b.Append(m)
@@ -244,7 +240,10 @@ func (f *flusher) plan(pushes []*Push) []*entry {
 		key := keyOf(p.Partition)
 		n := byKey[key]
 		if n == nil {
-			n = &entry{partition: p.Partition, queue: p.Queue, row: p.Partition.Row(), public: uuid.New()}
+			n = &entry{partition: p.Partition, queue: p.Queue, row: p.Partition.Row()}
+			if n.row == nil {
+				n.public = uuid.New()
+			}
 			byKey[key] = n
 			entries = append(entries, n)
 		}
@@ -253,15 +252,12 @@ func (f *flusher) plan(pushes []*Push) []*entry {
 	}
 	kept := entries[:0]
 	for _, n := range entries {
-		if n.judge(f.e) {
+		if n.judge(f.e) && !f.e.besides(n) {
 			n.build(f.e, &f.scratch, nil)
 			kept = append(kept, n)
 			continue
 		}
-		f.mu.Lock()
-		s := f.aside(n.partition)
-		s.pushes = append(s.pushes, n.pushes...)
-		f.mu.Unlock()
+		f.e.sendAside(n)
 	}
 	return kept
 }

@@ -100,7 +100,7 @@ func (s *settle) finish(err error) {
 }
 
 func (e *Engine) boardSettle(s *settle) {
-	if !e.flusherOf(s.partition.Lane).enter(func(b *board) { b.settles = append(b.settles, s) }) {
+	if !e.dock.enter(s.partition.Lane, func(b *board) { b.settles = append(b.settles, s) }) {
 		s.finish(ErrClosed)
 	}
 }

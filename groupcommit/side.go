@@ -23,37 +23,53 @@ type side struct {
 	settles   []*settle
 }
 
-// aside returns the side lane of a partition, starting it when there is none. f.mu is held.
-func (f *flusher) aside(p *catalog.Partition) *side {
+// aside returns the side lane of a partition, starting it when there is none. dock.mu is held.
+func (e *Engine) aside(p *catalog.Partition) *side {
 	key := keyOf(p)
-	s := f.sides[key]
+	s := e.dock.sides[key]
 	if s == nil {
 		s = &side{partition: p}
-		f.sides[key] = s
-		f.e.sideWork.Add(1)
-		go f.runSide(key, s)
+		e.dock.sides[key] = s
+		e.sideWork.Add(1)
+		go e.runSide(key, s)
 	}
 	return s
 }
 
-func (f *flusher) runSide(key partitionKey, s *side) {
-	defer f.e.sideWork.Done()
+// sendAside gives the pushes of an entry to its partition's side lane.
+func (e *Engine) sendAside(n *entry) {
+	e.dock.mu.Lock()
+	defer e.dock.mu.Unlock()
+	s := e.aside(n.partition)
+	s.pushes = append(s.pushes, n.pushes...)
+}
+
+// besides says whether an entry's partition works alone at the moment.
+func (e *Engine) besides(n *entry) bool {
+	e.dock.mu.Lock()
+	defer e.dock.mu.Unlock()
+	return e.dock.sides[keyOf(n.partition)] != nil
+}
+
+func (e *Engine) runSide(key partitionKey, s *side) {
+	defer e.sideWork.Done()
 	var scratch builders
+	d := e.dock
 	for {
-		f.mu.Lock()
+		d.mu.Lock()
 		pushes, settles := s.pushes, s.settles
 		s.pushes, s.settles = nil, nil
 		if len(pushes)+len(settles) == 0 {
-			delete(f.sides, key)
-			f.mu.Unlock()
+			delete(d.sides, key)
+			d.mu.Unlock()
 			return
 		}
-		f.mu.Unlock()
+		d.mu.Unlock()
 		if len(pushes) > 0 {
-			f.e.sidePush(&scratch, s.partition, pushes)
+			e.sidePush(&scratch, s.partition, pushes)
 		}
 		for _, x := range settles {
-			f.e.sideSettle(x)
+			e.sideSettle(x)
 		}
 	}
 }

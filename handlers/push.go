@@ -7,6 +7,8 @@ import (
 	"strconv"
 	"time"
 
+	"github.com/google/uuid"
+
 	"ferrymq/catalog"
 	"ferrymq/groupcommit"
 	"ferrymq/segment"
@@ -142,18 +144,22 @@ func group(items []pushItem) []*target {
 }
 
 func resolvePush(ctx context.Context, e *groupcommit.Engine, items []pushItem, t *target) (*groupcommit.Push, error) {
-	ctx, cancel := context.WithTimeout(ctx, 5*time.Second)
-	defer cancel()
 	first := &items[t.items[0]]
-	q, err := e.Catalog.EnsureQueue(ctx, first.queue)
-	if err != nil {
-		return nil, e.Unavailable(err)
+	q, part := e.Catalog.Known(first.queue, first.partition)
+	if part == nil {
+		ctx, cancel := context.WithTimeout(ctx, 5*time.Second)
+		defer cancel()
+		var err error
+		if q, err = e.Catalog.EnsureQueue(ctx, first.queue); err != nil {
+			return nil, e.Unavailable(err)
+		}
+		found, err := e.Catalog.Partitions(ctx, q, []string{first.partition})
+		if err != nil {
+			return nil, e.Unavailable(err)
+		}
+		part = found[0]
 	}
-	parts, err := e.Catalog.Partitions(ctx, q, []string{first.partition})
-	if err != nil {
-		return nil, e.Unavailable(err)
-	}
-	p := &groupcommit.Push{Queue: q, Partition: parts[0], Messages: make([]segment.Message, len(t.items))}
+	p := &groupcommit.Push{Queue: q, Partition: part, Messages: make([]segment.Message, len(t.items))}
 	for n, i := range t.items {
 		p.Messages[n] = segment.Message{TransactionID: items[i].transactionID, Payload: items[i].payload}
 	}
@@ -195,9 +201,9 @@ func (a *API) answerPush(w http.ResponseWriter, items []pushItem, targets []*tar
 			b = append(b, ',')
 		}
 		o := where[i]
-		status, id := "queued", segment.NewFirstID(time.Now())
+		status, id := "queued", uuid.UUID{}
 		if o.t.err != nil {
-			status = "failed"
+			status, id = "failed", segment.NewFirstID(time.Now())
 		} else if id = o.t.push.Results[o.n].ID; o.t.push.Results[o.n].Duplicate {
 			status = "duplicate"
 		}

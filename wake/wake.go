@@ -86,6 +86,9 @@ func (b *Bus) Listening() bool { return b.up.Load() }
 // Others tells the bus whether another broker is alive: alone, it sends nothing.
 func (b *Bus) Others(alive bool) { b.others.Store(alive) }
 
+// Alone says whether no other broker is known to be alive.
+func (b *Bus) Alone() bool { return !b.others.Load() }
+
 // Announce hands hints to the other brokers. It never blocks.
 func (b *Bus) Announce(hints []Hint) {
 	if !b.others.Load() {
