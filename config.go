@@ -1,6 +1,7 @@
 package main
 
 import (
+	"cmp"
 	"errors"
 	"fmt"
 	"log/slog"
@@ -36,57 +37,58 @@ func (b *Bool) UnmarshalText(text []byte) error {
 }
 
 // Config is the settings of a broker, all from the environment. An empty variable is an absent one.
+// The fields' comments are the README's table of settings; a test holds the two together.
 type Config struct {
-	// Port to listen on; 0 takes a free one.
+	// TCP port to listen on; 0 takes a free one.
 	Port int `env:"PORT" envDefault:"6632" range:"0..65535"`
-	// BindAddr is the address to listen on.
+	// Address to listen on. There is no authentication yet: keep it private.
 	BindAddr string `env:"BIND_ADDR" envDefault:"127.0.0.1"`
-	// DatabaseURL of PostgreSQL 15 or newer; empty: `PGHOST` if set, else a private PostgreSQL under `DATA_DIR`.
+	// PostgreSQL 15 or newer, as a URL or as key=value pairs. Empty: what `PGHOST` and its companions say, else a private PostgreSQL under `DATA_DIR`.
 	DatabaseURL string `env:"DATABASE_URL"`
-	// DataDir of the private PostgreSQL.
+	// Directory of the private PostgreSQL.
 	DataDir string `env:"DATA_DIR" envDefault:"./data"`
-	// DBPoolSize is the number of database connections; two more listen and notify.
+	// Database connections that serve requests; two more listen and notify.
 	DBPoolSize int `env:"DB_POOL_SIZE" envDefault:"16" range:"4..1000"`
-	// StatementTimeoutMS cancels a longer statement, in ms.
+	// A statement that takes longer is cancelled, in ms.
 	StatementTimeoutMS int `env:"STATEMENT_TIMEOUT_MS" envDefault:"30000" range:"100..3600000"`
-	// AutoMigrate applies migrations at start; false waits until they are applied.
+	// Apply missing migrations at start; false waits, not ready, until somebody has.
 	AutoMigrate Bool `env:"AUTO_MIGRATE" envDefault:"true"`
-	// MaxBodyBytes of a request.
+	// Largest request body, in bytes; a larger one is answered 413.
 	MaxBodyBytes int64 `env:"MAX_BODY_BYTES" envDefault:"67108864" range:"1024..1073741824"`
-	// DefaultTimeout of a waiting pop, in ms; the alias `POP_DEFAULT_TIMEOUT_MS` counts when it is absent.
+	// How long a waiting pop that names no `timeout` waits, in ms. Alias: `POP_DEFAULT_TIMEOUT_MS`.
 	DefaultTimeout int `env:"DEFAULT_TIMEOUT" envDefault:"30000" range:"0..300000"`
-	// PopWaitInitialIntervalMS is how often a parked pop is re-checked, in ms.
+	// How often a parked pop is re-checked at first, in ms; a push wakes it at once anyway.
 	PopWaitInitialIntervalMS int `env:"POP_WAIT_INITIAL_INTERVAL_MS" envDefault:"100" range:"1..60000"`
-	// PopWaitBackoffThreshold is how many empty re-checks come before the interval grows.
+	// Empty re-checks before the interval grows.
 	PopWaitBackoffThreshold int `env:"POP_WAIT_BACKOFF_THRESHOLD" envDefault:"3" range:"0..1000000"`
-	// PopWaitBackoffMultiplier of the interval from then on.
+	// Factor by which it then grows.
 	PopWaitBackoffMultiplier float64 `env:"POP_WAIT_BACKOFF_MULTIPLIER" envDefault:"2.0" range:"1..100"`
-	// PopWaitMaxIntervalMS is the longest interval, in ms.
+	// Longest interval, in ms.
 	PopWaitMaxIntervalMS int `env:"POP_WAIT_MAX_INTERVAL_MS" envDefault:"1000" range:"1..60000"`
-	// DefaultSubscriptionMode of a group that names none: `all` or `new`.
+	// Where a new consumer group that does not say starts: `all` or `new`.
 	DefaultSubscriptionMode string `env:"DEFAULT_SUBSCRIPTION_MODE" envDefault:"all"`
-	// EncryptionKey for queues with encryptionEnabled, 64 hex characters; the alias `QUEEN_ENCRYPTION_KEY` counts when it is absent.
+	// Key for queues with `encryptionEnabled`: 64 hexadecimal characters. Alias: `QUEEN_ENCRYPTION_KEY`.
 	EncryptionKey string `env:"ENCRYPTION_KEY"`
-	// EncryptionKeysOld are former keys, comma-separated: data stored with them stays readable.
+	// Former keys, comma-separated: what was stored with them stays readable.
 	EncryptionKeysOld []string `env:"ENCRYPTION_KEYS_OLD"`
-	// LogLevel is debug, info, warn or error.
+	// `debug`, `info`, `warn` or `error`.
 	LogLevel slog.Level `env:"LOG_LEVEL" envDefault:"info"`
-	// LogFormat is text or json.
+	// `text` or `json`.
 	LogFormat string `env:"LOG_FORMAT" envDefault:"text"`
-	// DedupCacheMB is the memory of the deduplication window; smaller is slower, never wrong.
+	// Memory for the deduplication window, in MiB; less is slower, never wrong.
 	DedupCacheMB int64 `env:"DEDUP_CACHE_MB" envDefault:"256" range:"0..1048576"`
-	// GroupCommitWidth is the number of combined commits in flight.
+	// Combined commits in flight at once.
 	GroupCommitWidth int `env:"GROUP_COMMIT_WIDTH" envDefault:"2" range:"1..64"`
-	// MaxParked pops; beyond them a pop that would wait is 503.
+	// Pops that may wait at once; one more is answered 503.
 	MaxParked int `env:"MAX_PARKED" envDefault:"20000" range:"0..10000000"`
-	// PushQueueMax is how many messages may wait to be written; beyond them a push is 503.
+	// Messages that may wait to be written; a push beyond is answered 503.
 	PushQueueMax int64 `env:"PUSH_QUEUE_MAX" envDefault:"65536" range:"1..1000000000"`
 
-	// RetentionInterval of the retention sweep, in ms; checked, without effect until retention is built.
+	// Period of the retention sweep, in ms. Checked, but without effect until retention is built.
 	RetentionInterval int `env:"RETENTION_INTERVAL" envDefault:"5000" range:"100..86400000"`
-	// RetentionBatchSize of a retention step, in segments; checked, without effect until retention is built.
+	// Segments that one step of it removes. Checked, but without effect until retention is built.
 	RetentionBatchSize int `env:"RETENTION_BATCH_SIZE" envDefault:"1000" range:"1..1000000"`
-	// PartitionCleanupDays after which an idle, empty partition is removed, 0 = never; checked, without effect until retention is built.
+	// Days after which an idle, empty partition goes; 0 = never. Checked, but without effect until retention is built.
 	PartitionCleanupDays int `env:"PARTITION_CLEANUP_DAYS" envDefault:"30" range:"0..36500"`
 
 	start catalog.Start
@@ -172,7 +174,11 @@ func loadConfig(vars map[string]string) (*Config, error) {
 		}
 	}
 	if c.DatabaseURL == "" && vars["PGHOST"] != "" {
-		c.DatabaseURL = libpqDSN(vars)
+		dsn, err := libpqDSN(vars, from)
+		if err != nil {
+			return nil, err
+		}
+		c.DatabaseURL = dsn
 	}
 	return &c, nil
 }
@@ -226,15 +232,37 @@ func (c *Config) checkRanges(from map[string]string) error {
 	return nil
 }
 
-// libpqDSN is the connection that the PG* variables describe, aliases included.
-func libpqDSN(vars map[string]string) string {
-	ssl := vars["PGSSLMODE"]
+// libpqDSN is the connection that the PG* variables describe, aliases included. Its error names the variable.
+func libpqDSN(vars, from map[string]string) (string, error) {
+	name := func(v string) string { return cmp.Or(from[v], v) }
 	var use, verify Bool = false, true
-	_ = use.UnmarshalText([]byte(vars["PG_USE_SSL"]))
-	_ = verify.UnmarshalText([]byte(vars["PG_SSL_REJECT_UNAUTHORIZED"]))
-	if ssl == "" && bool(use) {
-		if ssl = "verify-full"; !bool(verify) {
+	for v, b := range map[string]*Bool{"PG_USE_SSL": &use, "PG_SSL_REJECT_UNAUTHORIZED": &verify} {
+		if vars[v] != "" {
+			if err := b.UnmarshalText([]byte(vars[v])); err != nil {
+				return "", fmt.Errorf("%s: %w", v, err)
+			}
+		}
+	}
+	ssl := vars["PGSSLMODE"]
+	switch ssl {
+	case "disable", "allow", "prefer", "require", "verify-ca", "verify-full":
+	case "":
+		if use && verify {
+			ssl = "verify-full"
+		} else if use {
 			ssl = "require"
+		}
+	default:
+		return "", fmt.Errorf("PGSSLMODE: must be disable, allow, prefer, require, verify-ca or verify-full, got %q", ssl)
+	}
+	if v := vars["PGPORT"]; v != "" {
+		if n, err := strconv.ParseUint(v, 10, 16); err != nil || n == 0 {
+			return "", fmt.Errorf("%s: must be 1..65535, got %q", name("PGPORT"), v)
+		}
+	}
+	if v := vars["PGSSLROOTCERT"]; v != "" && v != "system" {
+		if _, err := os.Stat(v); err != nil {
+			return "", fmt.Errorf("%s: %w", name("PGSSLROOTCERT"), err)
 		}
 	}
 	var b strings.Builder
@@ -245,7 +273,7 @@ func libpqDSN(vars map[string]string) string {
 			fmt.Fprintf(&b, "%s='%s' ", p[0], v)
 		}
 	}
-	return strings.TrimSpace(b.String())
+	return strings.TrimSpace(b.String()), nil
 }
 
 func milliseconds(n int) time.Duration { return time.Duration(n) * time.Millisecond }
