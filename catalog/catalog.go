@@ -15,6 +15,7 @@ import (
 	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/zeebo/xxh3"
+	"golang.org/x/sync/singleflight"
 
 	"ferrymq/db"
 )
@@ -110,6 +111,8 @@ type Catalog struct {
 	groups     *cache[name, *Group]
 	met        *cache[pair, struct{}]
 
+	firsts singleflight.Group // first uses of a name: one of many callers creates, the others get its result
+
 	mu      sync.Mutex
 	seeds   map[int32]*seeding
 	stop    context.Context
@@ -165,8 +168,37 @@ func (c *Catalog) Queue(ctx context.Context, name string) (*Queue, error) {
 	return &row, nil
 }
 
+// first runs fn once for all who call it with the same key at the same time. It does not end with one caller's ctx.
+func first[T any](ctx context.Context, c *Catalog, key string, fn func(ctx context.Context) (T, error)) (T, error) {
+	done := c.firsts.DoChan(key, func() (any, error) {
+		ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), firstTimeout)
+		defer cancel()
+		return fn(ctx)
+	})
+	var none T
+	select {
+	case <-ctx.Done():
+		return none, ctx.Err()
+	case r := <-done:
+		if r.Err != nil {
+			return none, r.Err
+		}
+		return r.Val.(T), nil
+	}
+}
+
+// firstTimeout bounds what many wait for.
+const firstTimeout = 30 * time.Second
+
 // EnsureQueue finds or creates a queue, with the groups of the discovery registrations that cover it.
 func (c *Catalog) EnsureQueue(ctx context.Context, name string) (*Queue, error) {
+	if q, ok := c.queues.get(name); ok {
+		return q, nil
+	}
+	return first(ctx, c, "q"+name, func(ctx context.Context) (*Queue, error) { return c.createQueue(ctx, name) })
+}
+
+func (c *Catalog) createQueue(ctx context.Context, name string) (*Queue, error) {
 	for {
 		q, err := c.Queue(ctx, name)
 		if q != nil || err != nil {

@@ -3,6 +3,7 @@ package catalog
 import (
 	"context"
 	"errors"
+	"fmt"
 	"time"
 
 	"github.com/google/uuid"
@@ -58,6 +59,13 @@ func (c *Catalog) remember(key name, id int32, registered, seeded bool, start St
 // Register is the first queue-wide contact of a group: it stores where the group starts and gives every partition its cursor.
 // A group that is registered already keeps its start. ErrGone: the queue was deleted.
 func (c *Catalog) Register(ctx context.Context, queue int32, group string, start Start) (*Group, error) {
+	if g, ok := c.groups.get(name{queue, group}); ok && g.Registered {
+		return g, nil
+	}
+	return first(ctx, c, fmt.Sprintf("g%d %s", queue, group), func(ctx context.Context) (*Group, error) { return c.registerGroup(ctx, queue, group, start) })
+}
+
+func (c *Catalog) registerGroup(ctx context.Context, queue int32, group string, start Start) (*Group, error) {
 	if g, err := c.Group(ctx, queue, group); err != nil || (g != nil && g.Registered) {
 		return g, err
 	}

@@ -97,7 +97,7 @@ with list as materialized (
     from numbered n
     join slot s on s.list_no = n.list_no and s.nth = n.nth % n.slots and n.nth / n.slots < s.parts
 ), taken as materialized (
-    select d.list_no, d.group_id, d.partition_id, d.public_id, d.name, d.start_offset, d.next_offset, d.lease_time, d.nth, d.slot_no, d.lease_id, d.budget, d.lease_seconds, d.auto_ack, d.discovery, d.available, d.used, least(d.available, d.budget - d.used)::bigint as take
+    select d.list_no, d.group_id, d.partition_id, d.public_id, d.name, d.start_offset, d.next_offset, d.lease_time, d.nth, d.slot_no, d.lease_id, d.budget, d.lease_seconds, d.auto_ack, d.discovery, d.available, d.used, least(d.available, d.budget - d.used)::bigint as take, case when d.lease_seconds > 0 then d.lease_seconds else d.lease_time end as seconds
     from dealt d
     where d.used < d.budget
 ), drained as materialized (
@@ -107,12 +107,12 @@ with list as materialized (
     join ferrymq.partitions p on p.id = k.partition_id
     where k.available <= 0 and p.next_offset <= k.start_offset
     for no key update of p skip locked
-), change as (
-    select t.group_id, t.partition_id, true as claimed, t.start_offset, t.take, t.lease_id, t.auto_ack,
-           case when t.lease_seconds > 0 then t.lease_seconds else t.lease_time end as seconds, null::timestamptz as due, false as drained
+), change as materialized (
+    select t.list_no, t.group_id, t.partition_id, true as claimed, t.start_offset, t.take, t.lease_id, t.auto_ack, t.seconds,
+           null::timestamptz as due, false as drained
     from taken t
     union all
-    select k.group_id, k.partition_id, false, k.start_offset, 0, null, false, 0,
+    select k.list_no, k.group_id, k.partition_id, false, k.start_offset, 0, null, false, 0,
            case when k.next_offset <= k.start_offset then null
                 when k.window_buffer > 0 and k.last_push_at > clock_timestamp() - k.window_buffer * interval '1 second'
                      then k.last_push_at + k.window_buffer * interval '1 second'
@@ -133,16 +133,31 @@ with list as materialized (
         pending = not h.drained
     from change h
     where c.group_id = h.group_id and c.partition_id = h.partition_id
-    returning c.group_id, c.partition_id, c.lease_until, c.not_before
 ), remembered as (
     insert into ferrymq.leases (lease_id, group_id)
     select distinct t.lease_id, t.group_id from taken t where t.discovery and not t.auto_ack
     on conflict do nothing
-), span as (
-    select t.list_no, t.slot_no, t.nth, t.partition_id, t.public_id, t.name, t.start_offset, t.take, t.next_offset, c.lease_until,
+), result as (
+    -- One row per list, then its spans. Joined, either would be walked for every row of the other.
+    select x.list_no, sum(x.seen)::int as seen, sum(x.stale)::int as stale, max(x.above_to)::bigint as above_to, max(x.below_to)::bigint as below_to,
+           coalesce(extract(epoch from min(x.due) - clock_timestamp()) * 1000, -1)::bigint as due_ms,
+           -1 as slot_no, 0::bigint as nth, 0::bigint as partition_id, '00000000-0000-0000-0000-000000000000'::uuid as public_id, '' as name,
+           0::bigint as start_offset, 0::bigint as take, 0::bigint as next_offset, 0::bigint as lease_ms,
+           0::bigint as base_offset, 0 as count, 0::smallint as key_no, 0::smallint as codec, now() as created_at,
+           '00000000-0000-0000-0000-000000000000'::uuid as first_id, null::bytea as keys, null::bytea as frames
+    from (
+        select l.list_no, 0 as seen, 0 as stale, 0::bigint as above_to, 0::bigint as below_to, null::timestamptz as due from list l
+        union all
+        select k.list_no, 1, case when k.available <= 0 then 1 else 0 end, case when k.source = 2 then k.partition_id else 0 end,
+               case when k.source = 3 then k.partition_id else 0 end, null from looked k
+        union all
+        select h.list_no, 0, 0, 0, 0, h.due from change h
+    ) x
+    group by x.list_no
+    union all
+    select t.list_no, 0, 0, 0, 0, -1, t.slot_no, t.nth, t.partition_id, t.public_id, t.name, t.start_offset, t.take, t.next_offset, t.seconds * 1000::bigint,
            s.base_offset, s.count, s.key_no, s.codec, s.created_at, s.first_id, s.keys, s.frames
     from taken t
-    join changed c on c.group_id = t.group_id and c.partition_id = t.partition_id
     cross join lateral (
         select g.base_offset, g.count, g.key_no, g.codec, g.created_at, g.first_id, g.keys, g.frames
         from ferrymq.segments g
@@ -150,28 +165,15 @@ with list as materialized (
           and g.base_offset >= (select b.base_offset from ferrymq.segments b where b.partition_id = t.partition_id and b.base_offset <= t.start_offset
                                 order by b.base_offset desc limit 1)
           and g.base_offset < t.start_offset + t.take
-        order by g.base_offset
     ) s
-), summary as (
-    select l.list_no, (select count(*) from looked k where k.list_no = l.list_no)::int as seen,
-           (select count(*) from looked k where k.list_no = l.list_no and k.available <= 0)::int as stale,
-           (select coalesce(max(k.partition_id), 0) from looked k where k.list_no = l.list_no and k.source = 2)::bigint as above_to,
-           (select coalesce(max(k.partition_id), 0) from looked k where k.list_no = l.list_no and k.source = 3)::bigint as below_to,
-           (select min(c.not_before) from changed c where c.group_id = l.group_id) as due
-    from list l
 )
-select m.list_no::int as list_no, m.seen::int as seen, m.stale::int as stale, m.above_to::bigint as above_to, m.below_to::bigint as below_to,
-       coalesce(extract(epoch from m.due - clock_timestamp()) * 1000, -1)::bigint as due_ms,
-       coalesce(s.slot_no, -1)::int as slot_no, coalesce(s.partition_id, 0)::bigint as partition_id,
-       coalesce(s.public_id, '00000000-0000-0000-0000-000000000000')::uuid as public_id, coalesce(s.name, '')::text as name,
-       coalesce(s.start_offset, 0)::bigint as start_offset, coalesce(s.take, 0)::bigint as take, coalesce(s.next_offset, 0)::bigint as next_offset,
-       coalesce(extract(epoch from s.lease_until - clock_timestamp()) * 1000, 0)::bigint as lease_ms,
-       coalesce(s.base_offset, 0)::bigint as base_offset, coalesce(s.count, 0)::int as count, coalesce(s.key_no, 0::smallint)::smallint as key_no,
-       coalesce(s.codec, 0::smallint)::smallint as codec, coalesce(s.created_at, clock_timestamp())::timestamptz as created_at,
-       coalesce(s.first_id, '00000000-0000-0000-0000-000000000000')::uuid as first_id, s.keys, s.frames
-from summary m
-left join span s on s.list_no = m.list_no
-order by m.list_no, s.slot_no, s.nth, s.base_offset
+select r.list_no::int as list_no, r.seen::int as seen, r.stale::int as stale, r.above_to::bigint as above_to, r.below_to::bigint as below_to, r.due_ms::bigint as due_ms,
+       r.slot_no::int as slot_no, r.partition_id::bigint as partition_id, r.public_id::uuid as public_id, r.name::text as name,
+       r.start_offset::bigint as start_offset, r.take::bigint as take, r.next_offset::bigint as next_offset, r.lease_ms::bigint as lease_ms,
+       r.base_offset::bigint as base_offset, r.count::int as count, r.key_no::smallint as key_no, r.codec::smallint as codec,
+       r.created_at::timestamptz as created_at, r.first_id::uuid as first_id, r.keys::bytea as keys, r.frames::bytea as frames
+from result r
+order by r.list_no, r.slot_no, r.nth, r.base_offset
 `
 
 type ClaimPartitionsParams struct {
@@ -223,7 +225,7 @@ type ClaimPartitionsRow struct {
 // Leases partitions to the slots of the flush and returns their messages' segments.
 // A list is one pool of candidates: a group (scan), or one partition of a group (hints only). Lists of single partitions come first.
 // Candidates are dealt to the slots of a list in turn, so that no slot goes empty while another takes two.
-// Every list returns at least one row: seen = candidates looked at, stale = those that had nothing to deliver.
+// Every list of a live group first returns a row without a slot: seen = candidates looked at, stale = those that had nothing to deliver.
 // A claim never waits: rows that another session holds are passed over, and the holder wakes whom it leaves work for.
 func (q *Queries) ClaimPartitions(ctx context.Context, arg ClaimPartitionsParams) ([]ClaimPartitionsRow, error) {
 	rows, err := q.db.Query(ctx, ClaimPartitions,

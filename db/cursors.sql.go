@@ -160,17 +160,14 @@ func (q *Queries) NextDue(ctx context.Context) (int64, error) {
 }
 
 const PromoteDue = `-- name: PromoteDue :many
-with due as materialized (
-    select c.group_id, c.partition_id from ferrymq.cursors c
-    where c.not_before <= clock_timestamp()
-    order by c.not_before
-    limit $1::bigint
-    for no key update skip locked
-)
 update ferrymq.cursors c
 set not_before = null
-from due d
-where c.group_id = d.group_id and c.partition_id = d.partition_id
+where c.ctid = any(array(
+    select d.ctid from ferrymq.cursors d
+    where d.not_before <= statement_timestamp()
+    order by d.not_before
+    limit $1::bigint
+    for no key update skip locked))
 returning c.group_id, c.partition_id
 `
 
@@ -184,6 +181,8 @@ type PromoteDueRow struct {
 }
 
 // Delays, windows and backoffs that are over: back into the index of claimable cursors.
+// statement_timestamp, because a volatile function is no index condition: every cursor that still waits would be looked at.
+// By ctid, because joined with an unknown limit the whole table would be. A row that moved meanwhile is found the next time.
 func (q *Queries) PromoteDue(ctx context.Context, arg PromoteDueParams) ([]PromoteDueRow, error) {
 	rows, err := q.db.Query(ctx, PromoteDue, arg.Max)
 	if err != nil {

@@ -53,21 +53,26 @@ func (q *Queries) DiscoveryOf(ctx context.Context, arg DiscoveryOfParams) ([]Dis
 
 const DiscoveryReady = `-- name: DiscoveryReady :many
 select g.id, g.queue_id, q.name
-from ferrymq.queues q
-join ferrymq.groups g on g.queue_id = q.id and g.kind = 0 and g.name = $1::text and g.deleted_at is null
-where q.project_id = $2::int and q.deleted_at is null
-  and ($3::text = '' or q.namespace = $3::text) and ($4::text = '' or q.task = $4::text)
-  and exists (select from ferrymq.cursors c where c.group_id = g.id and c.pending and c.not_before is null
+from (
+    select n.id, n.name from ferrymq.queues n
+    where $1::text <> '' and n.project_id = $2::int and n.deleted_at is null
+      and n.namespace = $1::text and ($3::text = '' or n.task = $3::text)
+    union all
+    select t.id, t.name from ferrymq.queues t
+    where $1::text = '' and t.project_id = $2::int and t.deleted_at is null and t.task = $3::text
+) q
+join ferrymq.groups g on g.queue_id = q.id and g.kind = 0 and g.name = $4::text and g.deleted_at is null
+where exists (select from ferrymq.cursors c where c.group_id = g.id and c.pending and c.not_before is null
               and (c.lease_until is null or c.lease_until < clock_timestamp()))
 order by g.id <= $5::int, g.id
 limit $6::bigint
 `
 
 type DiscoveryReadyParams struct {
-	Name      string
-	ProjectID int32
 	Namespace string
+	ProjectID int32
 	Task      string
+	Name      string
 	After     int32
 	Max       int64
 }
@@ -81,10 +86,10 @@ type DiscoveryReadyRow struct {
 // Groups of that name in scope with something to claim, in a rotating order.
 func (q *Queries) DiscoveryReady(ctx context.Context, arg DiscoveryReadyParams) ([]DiscoveryReadyRow, error) {
 	rows, err := q.db.Query(ctx, DiscoveryReady,
-		arg.Name,
-		arg.ProjectID,
 		arg.Namespace,
+		arg.ProjectID,
 		arg.Task,
+		arg.Name,
 		arg.After,
 		arg.Max,
 	)
@@ -144,17 +149,22 @@ func (q *Queries) DiscoveryRegister(ctx context.Context, arg DiscoveryRegisterPa
 
 const DiscoveryUnmet = `-- name: DiscoveryUnmet :many
 select q.id, q.name
-from ferrymq.queues q
-where q.project_id = $1::int and q.deleted_at is null
-  and ($2::text = '' or q.namespace = $2::text) and ($3::text = '' or q.task = $3::text)
-  and not exists (select from ferrymq.groups g where g.queue_id = q.id and g.kind = 0 and g.name = $4::text and g.deleted_at is null and g.registered)
+from (
+    select n.id, n.name from ferrymq.queues n
+    where $1::text <> '' and n.project_id = $2::int and n.deleted_at is null
+      and n.namespace = $1::text and ($3::text = '' or n.task = $3::text)
+    union all
+    select t.id, t.name from ferrymq.queues t
+    where $1::text = '' and t.project_id = $2::int and t.deleted_at is null and t.task = $3::text
+) q
+where not exists (select from ferrymq.groups g where g.queue_id = q.id and g.kind = 0 and g.name = $4::text and g.deleted_at is null and g.registered)
 order by q.id
 limit 1000
 `
 
 type DiscoveryUnmetParams struct {
-	ProjectID int32
 	Namespace string
+	ProjectID int32
 	Task      string
 	Name      string
 }
@@ -165,10 +175,11 @@ type DiscoveryUnmetRow struct {
 }
 
 // Queues in scope where the group is not registered yet.
+// Two arms, because no index serves "any namespace, or this one". A scope names at least one of both.
 func (q *Queries) DiscoveryUnmet(ctx context.Context, arg DiscoveryUnmetParams) ([]DiscoveryUnmetRow, error) {
 	rows, err := q.db.Query(ctx, DiscoveryUnmet,
-		arg.ProjectID,
 		arg.Namespace,
+		arg.ProjectID,
 		arg.Task,
 		arg.Name,
 	)

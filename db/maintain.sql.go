@@ -80,7 +80,7 @@ update ferrymq.jobs j
 set lease_id = $1::uuid, lease_until = clock_timestamp() + interval '30 seconds', due_at = clock_timestamp() + interval '30 seconds'
 where j.id = (
     select d.id from ferrymq.jobs d
-    where d.due_at <= clock_timestamp()
+    where d.due_at <= statement_timestamp()
     order by d.due_at
     limit 1
     for no key update skip locked)
@@ -183,11 +183,11 @@ func (q *Queries) JobSeedDone(ctx context.Context, arg JobSeedDoneParams) error 
 
 const LeasesExpire = `-- name: LeasesExpire :execrows
 delete from ferrymq.leases l
-where (l.lease_id, l.group_id) in (
-    select x.lease_id, x.group_id from ferrymq.leases x
-    where x.created_at < clock_timestamp() - interval '2 days'
+where l.ctid = any(array(
+    select x.ctid from ferrymq.leases x
+    where x.created_at < statement_timestamp() - interval '2 days'
     order by x.created_at
-    limit $1::bigint)
+    limit $1::bigint))
 `
 
 type LeasesExpireParams struct {

@@ -43,7 +43,7 @@ func (q *Queries) ProjectGet(ctx context.Context, arg ProjectGetParams) (int32, 
 
 const QueueChangedSince = `-- name: QueueChangedSince :many
 select q.id, q.name from ferrymq.queues q
-where q.updated_at > clock_timestamp() - make_interval(secs => $1::int)
+where q.updated_at > statement_timestamp() - make_interval(secs => $1::int)
 order by q.updated_at
 `
 

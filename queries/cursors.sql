@@ -63,17 +63,16 @@ from (
 
 -- name: PromoteDue :many
 -- Delays, windows and backoffs that are over: back into the index of claimable cursors.
-with due as materialized (
-    select c.group_id, c.partition_id from ferrymq.cursors c
-    where c.not_before <= clock_timestamp()
-    order by c.not_before
-    limit @max::bigint
-    for no key update skip locked
-)
+-- statement_timestamp, because a volatile function is no index condition: every cursor that still waits would be looked at.
+-- By ctid, because joined with an unknown limit the whole table would be. A row that moved meanwhile is found the next time.
 update ferrymq.cursors c
 set not_before = null
-from due d
-where c.group_id = d.group_id and c.partition_id = d.partition_id
+where c.ctid = any(array(
+    select d.ctid from ferrymq.cursors d
+    where d.not_before <= statement_timestamp()
+    order by d.not_before
+    limit @max::bigint
+    for no key update skip locked))
 returning c.group_id, c.partition_id;
 
 -- name: NextDue :one

@@ -8,7 +8,9 @@
 
 -- name: FlushSettings :exec
 -- Transaction-local, because a pooler in transaction mode refuses them as start-up parameters.
-select set_config('statement_timeout', @statement_timeout_ms::text, true), set_config('lock_timeout', @lock_timeout_ms::text, true);
+select set_config('statement_timeout', @statement_timeout_ms::text, true), set_config('lock_timeout', @lock_timeout_ms::text, true),
+       -- The statements are written for one plan whatever the size of their arrays, planning them anew costs as much as running them.
+       set_config('plan_cache_mode', 'force_generic_plan', true);
 
 -- name: LockPartitions :many
 -- Locks what the flush pushes to (reach = the largest bigint) or may drain (reach = the highest offset a settle can move to).
@@ -178,15 +180,16 @@ with s as materialized (
         pending = c.pending and not (j.to_offset = j.reach and j.next_offset <= j.reach)
     from judged j
     where j.outcome <> 2 and c.group_id = j.group_id and c.partition_id = j.partition_id
-    returning j.n, c.pending, c.not_before, c.committed
+    returning j.n, j.outcome, j.to_offset, j.leased and not (j.action = 0 and j.to_offset < j.batch_end) as released, c.pending,
+              coalesce(extract(epoch from c.not_before - clock_timestamp()) * 1000, -1) as due_ms
 )
-select j.n::int as n, j.outcome::int as outcome, j.to_offset::bigint as committed,
-       (j.outcome <> 2 and j.leased and not (j.action = 0 and j.to_offset < j.batch_end))::boolean as released,
-       coalesce(m.pending, true)::boolean as pending,
-       coalesce(extract(epoch from m.not_before - clock_timestamp()) * 1000, -1)::bigint as due_ms
+select m.n::int as n, m.outcome::int as outcome, m.to_offset::bigint as committed, m.released::boolean as released, m.pending::boolean as pending,
+       m.due_ms::bigint as due_ms
+from moved m
+union all
+select j.n, j.outcome, j.to_offset, false, true, -1
 from judged j
-left join moved m on m.n = j.n
-order by j.n;
+where j.outcome = 2;
 
 -- name: RestoreCursors :exec
 -- Undoes an autoAck claim that nobody received, if the cursor is still where that claim left it. Backwards, so pending stays true.

@@ -69,22 +69,33 @@ order by d.start_at;
 
 -- name: DiscoveryUnmet :many
 -- Queues in scope where the group is not registered yet.
+-- Two arms, because no index serves "any namespace, or this one". A scope names at least one of both.
 select q.id, q.name
-from ferrymq.queues q
-where q.project_id = @project_id::int and q.deleted_at is null
-  and (@namespace::text = '' or q.namespace = @namespace::text) and (@task::text = '' or q.task = @task::text)
-  and not exists (select from ferrymq.groups g where g.queue_id = q.id and g.kind = 0 and g.name = @name::text and g.deleted_at is null and g.registered)
+from (
+    select n.id, n.name from ferrymq.queues n
+    where @namespace::text <> '' and n.project_id = @project_id::int and n.deleted_at is null
+      and n.namespace = @namespace::text and (@task::text = '' or n.task = @task::text)
+    union all
+    select t.id, t.name from ferrymq.queues t
+    where @namespace::text = '' and t.project_id = @project_id::int and t.deleted_at is null and t.task = @task::text
+) q
+where not exists (select from ferrymq.groups g where g.queue_id = q.id and g.kind = 0 and g.name = @name::text and g.deleted_at is null and g.registered)
 order by q.id
 limit 1000;
 
 -- name: DiscoveryReady :many
 -- Groups of that name in scope with something to claim, in a rotating order.
 select g.id, g.queue_id, q.name
-from ferrymq.queues q
+from (
+    select n.id, n.name from ferrymq.queues n
+    where @namespace::text <> '' and n.project_id = @project_id::int and n.deleted_at is null
+      and n.namespace = @namespace::text and (@task::text = '' or n.task = @task::text)
+    union all
+    select t.id, t.name from ferrymq.queues t
+    where @namespace::text = '' and t.project_id = @project_id::int and t.deleted_at is null and t.task = @task::text
+) q
 join ferrymq.groups g on g.queue_id = q.id and g.kind = 0 and g.name = @name::text and g.deleted_at is null
-where q.project_id = @project_id::int and q.deleted_at is null
-  and (@namespace::text = '' or q.namespace = @namespace::text) and (@task::text = '' or q.task = @task::text)
-  and exists (select from ferrymq.cursors c where c.group_id = g.id and c.pending and c.not_before is null
+where exists (select from ferrymq.cursors c where c.group_id = g.id and c.pending and c.not_before is null
               and (c.lease_until is null or c.lease_until < clock_timestamp()))
 order by g.id <= @after::int, g.id
 limit @max::bigint;

@@ -22,7 +22,7 @@ update ferrymq.jobs j
 set lease_id = @lease_id::uuid, lease_until = clock_timestamp() + interval '30 seconds', due_at = clock_timestamp() + interval '30 seconds'
 where j.id = (
     select d.id from ferrymq.jobs d
-    where d.due_at <= clock_timestamp()
+    where d.due_at <= statement_timestamp()
     order by d.due_at
     limit 1
     for no key update skip locked)
@@ -97,11 +97,11 @@ select g.id from ferrymq.groups g where g.queue_id = @queue_id::int and g.delete
 -- name: LeasesExpire :execrows
 -- A lease cannot outlive 12 hours without an extend, a day is past any.
 delete from ferrymq.leases l
-where (l.lease_id, l.group_id) in (
-    select x.lease_id, x.group_id from ferrymq.leases x
-    where x.created_at < clock_timestamp() - interval '2 days'
+where l.ctid = any(array(
+    select x.ctid from ferrymq.leases x
+    where x.created_at < statement_timestamp() - interval '2 days'
     order by x.created_at
-    limit @max::bigint);
+    limit @max::bigint));
 
 -- name: Ping :one
 select 1::int as one;

@@ -5,7 +5,7 @@ where q.project_id = @project_id::int and q.name = @name::text and q.deleted_at 
 -- name: QueueChangedSince :many
 -- For the caches of other brokers: which queues changed lately, deleted ones too.
 select q.id, q.name from ferrymq.queues q
-where q.updated_at > clock_timestamp() - make_interval(secs => @seconds::int)
+where q.updated_at > statement_timestamp() - make_interval(secs => @seconds::int)
 order by q.updated_at;
 
 -- name: QueueCreate :one
