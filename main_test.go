@@ -44,6 +44,13 @@ func TestMain(m *testing.M) {
 		main()
 		os.Exit(0)
 	}
+	if os.Getenv(asGoose) != "" {
+		if err := gooseMain(); err != nil {
+			fmt.Fprintln(os.Stderr, "goose:", err)
+			os.Exit(1)
+		}
+		os.Exit(0)
+	}
 	dbtest.Main(m)
 }
 
@@ -668,8 +675,12 @@ func TestPGVariables(t *testing.T) {
 func TestStaticBinary(t *testing.T) {
 	t.Parallel()
 	bin := filepath.Join(t.TempDir(), "ferrymq")
-	build := exec.Command("go", "build", "-buildvcs=false", "-o", bin, ".")
-	build.Env = append(os.Environ(), "CGO_ENABLED=0", "GOFLAGS=")
+	command := sh(t, "In production")[0]
+	if want := "CGO_ENABLED=0 go build -o ferrymq .\n"; command != want {
+		t.Fatalf("the README builds with %q, want %q", command, want)
+	}
+	build := exec.Command("sh", "-c", strings.Replace(command, "-o ferrymq", "-o "+bin, 1))
+	build.Env = append(os.Environ(), "GOFLAGS=-buildvcs=false")
 	if out, err := build.CombinedOutput(); err != nil {
 		t.Fatalf("go build: %v\n%s", err, out)
 	}
