@@ -39,7 +39,11 @@ func (q *Queries) DedupStart(ctx context.Context, arg DedupStartParams) (DedupSt
 const PartitionFindMany = `-- name: PartitionFindMany :many
 select p.id, p.public_id, p.queue_id, p.name, p.next_offset
 from rows from (unnest($1::int[]), unnest($2::text[])) as t (queue_id, name)
-join ferrymq.partitions p on p.queue_id = t.queue_id::int and not p.hidden and p.name = t.name::text
+cross join lateral (
+    select x.id, x.public_id, x.queue_id, x.name, x.next_offset from ferrymq.partitions x
+    where x.queue_id = t.queue_id::int and not x.hidden and x.name = t.name::text
+    limit 1
+) p
 `
 
 type PartitionFindManyParams struct {
@@ -55,7 +59,7 @@ type PartitionFindManyRow struct {
 	NextOffset int64
 }
 
-// By queue and name, in no particular order.
+// By queue and name, in no particular order. Lateral, or a plan made while the table was small reads the table.
 func (q *Queries) PartitionFindMany(ctx context.Context, arg PartitionFindManyParams) ([]PartitionFindManyRow, error) {
 	rows, err := q.db.Query(ctx, PartitionFindMany, arg.QueueIds, arg.Names)
 	if err != nil {

@@ -42,12 +42,16 @@ cross join lateral (
 ) r;
 
 -- name: ReadyPartitions :many
--- The same for pops parked on one partition.
+-- The same for pops parked on one partition. Lateral, or a plan made while the table was small reads the table.
 select c.group_id, c.partition_id
 from rows from (unnest(@group_ids::int[]), unnest(@partition_ids::bigint[])) as t (group_id, partition_id)
-join ferrymq.cursors c on c.group_id = t.group_id::int and c.partition_id = t.partition_id::bigint
-where c.pending and (c.not_before is null or c.not_before <= clock_timestamp())
-  and (c.lease_until is null or c.lease_until < clock_timestamp());
+cross join lateral (
+    select x.group_id, x.partition_id from ferrymq.cursors x
+    where x.group_id = t.group_id::int and x.partition_id = t.partition_id::bigint
+      and x.pending and (x.not_before is null or x.not_before <= clock_timestamp())
+      and (x.lease_until is null or x.lease_until < clock_timestamp())
+    limit 1
+) c;
 
 -- name: GroupAvailable :one
 -- How many messages a claim of that shape would get now, for a pop that waits to fill its batch.

@@ -1,8 +1,12 @@
 -- name: PartitionFindMany :many
--- By queue and name, in no particular order.
+-- By queue and name, in no particular order. Lateral, or a plan made while the table was small reads the table.
 select p.id, p.public_id, p.queue_id, p.name, p.next_offset
 from rows from (unnest(@queue_ids::int[]), unnest(@names::text[])) as t (queue_id, name)
-join ferrymq.partitions p on p.queue_id = t.queue_id::int and not p.hidden and p.name = t.name::text;
+cross join lateral (
+    select x.id, x.public_id, x.queue_id, x.name, x.next_offset from ferrymq.partitions x
+    where x.queue_id = t.queue_id::int and not x.hidden and x.name = t.name::text
+    limit 1
+) p;
 
 -- name: PartitionFindPublic :many
 -- By the id clients know, among the live queues of one project.
