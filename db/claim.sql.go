@@ -14,13 +14,17 @@ import (
 
 const ClaimPartitions = `-- name: ClaimPartitions :many
 with list as materialized (
-    select l.list_no::int as list_no, g.id as group_id, q.lease_time, q.delayed_processing, q.window_buffer,
+    select l.list_no::int as list_no, g.group_id, g.lease_time, g.delayed_processing, g.window_buffer,
            l.from_partition::bigint as from_partition, l.scan::boolean as scan, l.index_first::boolean as index_first, l.want::bigint as want, l.slots::int as slots
     from rows from (unnest($1::int[]), unnest($2::int[]), unnest($3::bigint[]), unnest($4::boolean[]),
                     unnest($5::boolean[]), unnest($6::bigint[]), unnest($7::int[]))
          as l (list_no, group_id, from_partition, scan, index_first, want, slots)
-    join ferrymq.groups g on g.id = l.group_id::int and g.deleted_at is null
-    join ferrymq.queues q on q.id = g.queue_id and q.deleted_at is null
+    cross join lateral (
+        select x.id as group_id, q.lease_time, q.delayed_processing, q.window_buffer
+        from ferrymq.groups x
+        join ferrymq.queues q on q.id = x.queue_id and q.deleted_at is null
+        where x.id = l.group_id::int and x.deleted_at is null
+        offset 0) g
 ), hinted as materialized (
     select l.list_no, c.group_id, c.partition_id, c.committed, h.n
     from rows from (unnest($8::int[]), unnest($9::bigint[])) with ordinality as h (list_no, partition_id, n)

@@ -244,8 +244,9 @@ func (q *Queries) ExtendLeases(ctx context.Context, arg ExtendLeasesParams) ([]E
 const FlushSettings = `-- name: FlushSettings :exec
 
 select set_config('statement_timeout', $1::text, true), set_config('lock_timeout', $2::text, true),
-       -- The statements are written for one plan whatever the size of their arrays, planning them anew costs as much as running them.
-       set_config('plan_cache_mode', 'force_generic_plan', true)
+       -- The statements are written for one plan, by index, whatever the size of arrays and tables: planning them anew costs as much
+       -- as running them, and statistics of a table that was small or empty a moment ago must not turn them into scans.
+       set_config('plan_cache_mode', 'force_generic_plan', true), set_config('enable_seqscan', 'off', true)
 `
 
 type FlushSettingsParams struct {
@@ -269,9 +270,10 @@ func (q *Queries) FlushSettings(ctx context.Context, arg FlushSettingsParams) er
 const LockCursors = `-- name: LockCursors :exec
 select c.group_id
 from (
+    -- offset 0 keeps the planner from starting at the groups, of which there may be many.
     select g.id as group_id, p.id as partition_id, true as mark, null::uuid as lease_id
     from ferrymq.partitions p
-    join ferrymq.groups g on g.queue_id = p.queue_id and g.deleted_at is null
+    cross join lateral (select x.id from ferrymq.groups x where x.queue_id = p.queue_id and x.deleted_at is null offset 0) g
     where p.id = any($1::bigint[])
     union all
     select s.group_id::int, s.partition_id::bigint, false, s.lease_id::uuid
@@ -346,11 +348,14 @@ func (q *Queries) LockPartitions(ctx context.Context, arg LockPartitionsParams) 
 const MarkPending = `-- name: MarkPending :exec
 update ferrymq.cursors c
 set pending = true
-from ferrymq.partitions p
-join ferrymq.groups g on g.queue_id = p.queue_id and g.deleted_at is null
-where p.id = any($1::bigint[])
-  and c.group_id = g.id and c.partition_id = p.id
-  and not c.pending and p.next_offset > c.committed
+from (
+    select p.id, p.next_offset, g.id as group_id
+    from ferrymq.partitions p
+    cross join lateral (select x.id from ferrymq.groups x where x.queue_id = p.queue_id and x.deleted_at is null offset 0) g
+    where p.id = any($1::bigint[])
+) w
+where c.group_id = w.group_id and c.partition_id = w.id
+  and not c.pending and w.next_offset > c.committed
 `
 
 type MarkPendingParams struct {

@@ -5,13 +5,17 @@
 -- Every list of a live group first returns a row without a slot: seen = candidates looked at, stale = those that had nothing to deliver.
 -- A claim never waits: rows that another session holds are passed over, and the holder wakes whom it leaves work for.
 with list as materialized (
-    select l.list_no::int as list_no, g.id as group_id, q.lease_time, q.delayed_processing, q.window_buffer,
+    select l.list_no::int as list_no, g.group_id, g.lease_time, g.delayed_processing, g.window_buffer,
            l.from_partition::bigint as from_partition, l.scan::boolean as scan, l.index_first::boolean as index_first, l.want::bigint as want, l.slots::int as slots
     from rows from (unnest(@list_nos::int[]), unnest(@list_groups::int[]), unnest(@list_froms::bigint[]), unnest(@list_scans::boolean[]),
                     unnest(@list_index_firsts::boolean[]), unnest(@list_wants::bigint[]), unnest(@list_slots::int[]))
          as l (list_no, group_id, from_partition, scan, index_first, want, slots)
-    join ferrymq.groups g on g.id = l.group_id::int and g.deleted_at is null
-    join ferrymq.queues q on q.id = g.queue_id and q.deleted_at is null
+    cross join lateral (
+        select x.id as group_id, q.lease_time, q.delayed_processing, q.window_buffer
+        from ferrymq.groups x
+        join ferrymq.queues q on q.id = x.queue_id and q.deleted_at is null
+        where x.id = l.group_id::int and x.deleted_at is null
+        offset 0) g
 ), hinted as materialized (
     select l.list_no, c.group_id, c.partition_id, c.committed, h.n
     from rows from (unnest(@hint_lists::int[]), unnest(@hint_partitions::bigint[])) with ordinality as h (list_no, partition_id, n)

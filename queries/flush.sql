@@ -9,8 +9,9 @@
 -- name: FlushSettings :exec
 -- Transaction-local, because a pooler in transaction mode refuses them as start-up parameters.
 select set_config('statement_timeout', @statement_timeout_ms::text, true), set_config('lock_timeout', @lock_timeout_ms::text, true),
-       -- The statements are written for one plan whatever the size of their arrays, planning them anew costs as much as running them.
-       set_config('plan_cache_mode', 'force_generic_plan', true);
+       -- The statements are written for one plan, by index, whatever the size of arrays and tables: planning them anew costs as much
+       -- as running them, and statistics of a table that was small or empty a moment ago must not turn them into scans.
+       set_config('plan_cache_mode', 'force_generic_plan', true), set_config('enable_seqscan', 'off', true);
 
 -- name: LockPartitions :many
 -- Locks what the flush pushes to (reach = the largest bigint) or may drain (reach = the highest offset a settle can move to).
@@ -87,9 +88,10 @@ on conflict do nothing;
 -- Everything mark and settle will touch, in one sorted pass: two unordered walks deadlock two brokers.
 select c.group_id
 from (
+    -- offset 0 keeps the planner from starting at the groups, of which there may be many.
     select g.id as group_id, p.id as partition_id, true as mark, null::uuid as lease_id
     from ferrymq.partitions p
-    join ferrymq.groups g on g.queue_id = p.queue_id and g.deleted_at is null
+    cross join lateral (select x.id from ferrymq.groups x where x.queue_id = p.queue_id and x.deleted_at is null offset 0) g
     where p.id = any(@pushed::bigint[])
     union all
     select s.group_id::int, s.partition_id::bigint, false, s.lease_id::uuid
@@ -105,11 +107,14 @@ for no key update of c;
 -- Joined with the groups in SQL: one that another broker made a moment ago counts.
 update ferrymq.cursors c
 set pending = true
-from ferrymq.partitions p
-join ferrymq.groups g on g.queue_id = p.queue_id and g.deleted_at is null
-where p.id = any(@pushed::bigint[])
-  and c.group_id = g.id and c.partition_id = p.id
-  and not c.pending and p.next_offset > c.committed;
+from (
+    select p.id, p.next_offset, g.id as group_id
+    from ferrymq.partitions p
+    cross join lateral (select x.id from ferrymq.groups x where x.queue_id = p.queue_id and x.deleted_at is null offset 0) g
+    where p.id = any(@pushed::bigint[])
+) w
+where c.group_id = w.group_id and c.partition_id = w.id
+  and not c.pending and w.next_offset > c.committed;
 
 -- name: SettleCursors :many
 -- Applies what acks decided, fenced by the exact lease (zero = none asked for) and by the cursor it was decided on (expected).
