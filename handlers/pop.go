@@ -223,7 +223,8 @@ func appendDelivery(keys *segment.Keys, p *groupcommit.Pop, d *groupcommit.Deliv
 	size := 512
 	for _, s := range d.Spans {
 		for _, g := range s.Segments {
-			size += len(g.Frames) + 400*int(min(int64(g.Count), s.Take))
+			n := min(int64(g.Count), s.Take)
+			size += len(g.Frames)*int(n)/int(g.Count) + 400*int(n)
 		}
 	}
 	lease := ""
@@ -249,12 +250,12 @@ func appendDelivery(keys *segment.Keys, p *groupcommit.Pop, d *groupcommit.Deliv
 		tail = append(tail, '}')
 		for i := range s.Segments {
 			g := &s.Segments[i]
-			open, err := segment.Decode(keys, g.Codec, g.KeyNo, g.FirstID, int(g.Count), g.Frames)
+			from, to := int(max(s.Start-g.Base, 0)), int(min(s.Start+s.Take-g.Base, int64(g.Count)))
+			open, err := segment.DecodeRange(keys, g.Codec, g.KeyNo, g.FirstID, int(g.Count), g.Frames, from, to)
 			if err != nil {
 				return nil, err
 			}
-			from, to := max(s.Start-g.Base, 0), min(s.Start+s.Take-g.Base, int64(g.Count))
-			for n := int(from); n < int(to); n++ {
+			for n := from; n < to; n++ {
 				if comma {
 					b = append(b, ',')
 				}

@@ -21,9 +21,10 @@ func damaged(format string, args ...any) error {
 }
 
 // Decoded is a segment opened for reading, safe for concurrent use. Its
-// methods panic if i is not in [0, Len()).
+// methods panic if i was not decoded.
 type Decoded struct {
 	first  uuid.UUID
+	from   int
 	buf    []byte
 	starts []uint32
 }
@@ -43,8 +44,14 @@ type Raw struct {
 // which must not be modified after. Errors are ErrDamaged or ErrNoKey with
 // detail; any input is safe.
 func Decode(keys *Keys, codec, keyNo int16, firstID uuid.UUID, count int, frames []byte) (*Decoded, error) {
-	if count < 1 || count > idBlock {
-		return nil, damaged("%d messages", count)
+	return DecodeRange(keys, codec, keyNo, firstID, count, frames, 0, count)
+}
+
+// DecodeRange is Decode for who only wants the messages [from, to): the others
+// are skipped, and what follows them is not looked at.
+func DecodeRange(keys *Keys, codec, keyNo int16, firstID uuid.UUID, count int, frames []byte, from, to int) (*Decoded, error) {
+	if count < 1 || count > idBlock || from < 0 || to > count || from > to {
+		return nil, damaged("messages %d to %d of %d", from, to, count)
 	}
 	var err error
 	if keyNo != 0 {
@@ -64,16 +71,19 @@ func Decode(keys *Keys, codec, keyNo int16, firstID uuid.UUID, count int, frames
 	if len(frames) < 5*count || len(frames) > math.MaxUint32 {
 		return nil, damaged("%d bytes for %d messages", len(frames), count)
 	}
-	d := &Decoded{first: firstID, buf: frames, starts: make([]uint32, count)}
+	d := &Decoded{first: firstID, buf: frames, from: from, starts: make([]uint32, to-from)}
 	rest := frames
-	for i := range d.starts {
-		d.starts[i] = uint32(len(frames) - len(rest))
+	for i := range to {
+		at := uint32(len(frames) - len(rest))
+		if i >= from {
+			d.starts[i-from] = at
+		}
 		var ok bool
 		if _, rest, ok = parse(rest); !ok {
-			return nil, damaged("message %d of %d, byte %d", i, count, d.starts[i])
+			return nil, damaged("message %d of %d, byte %d", i, count, at)
 		}
 	}
-	if len(rest) > 0 {
+	if to == count && len(rest) > 0 {
 		return nil, damaged("%d bytes after %d messages", len(rest), count)
 	}
 	return d, nil
@@ -131,15 +141,15 @@ func field(b []byte) (value, rest []byte, ok bool) {
 	return b[:n:n], b[n:], true
 }
 
-// Len is the number of messages.
-func (d *Decoded) Len() int { return len(d.starts) }
+// Len is one past the last message decoded.
+func (d *Decoded) Len() int { return d.from + len(d.starts) }
 
 // ID is the id of message i.
 func (d *Decoded) ID(i int) uuid.UUID { return ID(d.first, i) }
 
 // Raw returns message i without allocating.
 func (d *Decoded) Raw(i int) Raw {
-	r, _, _ := parse(d.buf[d.starts[i]:])
+	r, _, _ := parse(d.buf[d.starts[i-d.from]:])
 	return r
 }
 

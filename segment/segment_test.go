@@ -664,3 +664,31 @@ func TestGolden(t *testing.T) {
 		}
 	}
 }
+
+func TestDecodeRange(t *testing.T) {
+	b := NewBuilder(NewHasher(1))
+	for i := range 10 {
+		b.Append(&Message{TransactionID: string(rune('a' + i)), Payload: []byte{byte('0' + i)}})
+	}
+	first := NewFirstID(time.Now())
+	codec, keyNo, frames := b.Seal(nil, nil, first)
+	for from := range 11 {
+		for to := from; to <= 10; to++ {
+			d, err := DecodeRange(nil, codec, keyNo, first, 10, frames, from, to)
+			if err != nil {
+				t.Fatal(err)
+			}
+			for i := from; i < to; i++ {
+				if m := d.At(i); m.TransactionID != string(rune('a'+i)) || string(m.Payload) != string(rune('0'+i)) {
+					t.Fatalf("[%d,%d) message %d is %+v", from, to, i, m)
+				}
+			}
+		}
+	}
+	if _, err := DecodeRange(nil, codec, keyNo, first, 10, frames[:len(frames)-1], 0, 9); err != nil {
+		t.Errorf("the last message is not asked for: %v", err)
+	}
+	if _, err := DecodeRange(nil, codec, keyNo, first, 10, frames, 3, 11); !errors.Is(err, ErrDamaged) {
+		t.Errorf("past the end: %v", err)
+	}
+}
