@@ -26,6 +26,7 @@ type board struct {
 	extends  []*extend
 	claims   []*claim
 	since    time.Time // when the oldest boarded
+	again    bool      // it failed before: nobody else gets on
 }
 
 func (b *board) size() int {
@@ -48,18 +49,23 @@ func (b *board) fail(e *Engine, err error) {
 	}
 }
 
-// halves splits a board so that one poison operation is found and fails alone.
+// halves splits a board of two or more so that one poison operation is found and fails alone.
 func (b *board) halves() (x, y *board) {
-	x, y = &board{since: b.since}, &board{since: b.since}
-	x.pushes, y.pushes = half(b.pushes)
-	y.settles, x.settles = half(b.settles)
-	x.restores, y.restores = half(b.restores)
-	y.extends, x.extends = half(b.extends)
-	x.claims, y.claims = half(b.claims)
+	x, y = &board{since: b.since, again: true}, &board{since: b.since, again: true}
+	room := b.size() / 2
+	x.pushes, y.pushes = upTo(&room, b.pushes)
+	x.settles, y.settles = upTo(&room, b.settles)
+	x.restores, y.restores = upTo(&room, b.restores)
+	x.extends, y.extends = upTo(&room, b.extends)
+	x.claims, y.claims = upTo(&room, b.claims)
 	return x, y
 }
 
-func half[T any](s []T) (a, b []T) { n := (len(s) + 1) / 2; return s[:n], s[n:] }
+func upTo[T any](room *int, s []T) (a, b []T) {
+	n := min(*room, len(s))
+	*room -= n
+	return s[:n:n], s[n:]
+}
 
 // lanes is how many ways the dock is divided: a flight takes whole lanes, and what boards a lane that is in flight waits for its return.
 const lanes = 64
@@ -233,10 +239,15 @@ func (f *flusher) spread(b *board) {
 	}
 	d.mu.Unlock()
 	rest := &board{restores: b.restores, extends: b.extends, claims: b.claims, since: b.since}
-	if len(b.pushes)+len(b.settles) > 0 && rest.size() > 0 {
+	if blocked := len(b.extends) + len(b.restores); len(b.pushes)+len(b.settles) == 0 && blocked > 0 {
+		f.e.Log.Warn("an extend waited too long for a lock", "operations", blocked)
+		rest.claims = nil
+		rest.fail(f.e, context.DeadlineExceeded)
+		rest = &board{claims: b.claims, since: b.since}
+	}
+	if rest.size() > 0 && rest.size() < b.size() {
 		f.depart(rest)
-	} else if rest.size() > 0 {
-		f.e.Log.Warn("an extend waited too long for a lock", "operations", rest.size())
+	} else {
 		rest.fail(f.e, context.DeadlineExceeded)
 	}
 }

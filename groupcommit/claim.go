@@ -1,7 +1,9 @@
 package groupcommit
 
 import (
+	"slices"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"github.com/google/uuid"
@@ -52,6 +54,8 @@ type claim struct {
 	scan  bool    // look at the index, not only at hints
 	hints []int64 // partitions to look at first
 	tries int
+
+	looked atomic.Bool // it was on a flush that succeeded
 
 	mu       sync.Mutex
 	finished bool
@@ -200,6 +204,7 @@ func (e *Engine) deliverClaims(lists []*list, rows []db.ClaimPartitionsRow) {
 	}
 	got := make([][]*Span, len(slots))
 	stale := make([]bool, len(lists))
+	tails := make(map[int64]int64)
 	for i := range rows {
 		r := &rows[i]
 		l := lists[r.ListNo]
@@ -221,6 +226,9 @@ func (e *Engine) deliverClaims(lists []*list, rows []db.ClaimPartitionsRow) {
 			spans = append(spans, &Span{Queue: c.queue, Group: l.group, Partition: p, Row: catalog.Row{ID: r.PartitionID, PublicID: r.PublicID}, Start: r.StartOffset, Take: r.Take,
 				lease: time.Duration(r.LeaseMs) * time.Millisecond})
 			got[r.SlotNo] = spans
+			if c.autoAck {
+				tails[r.PartitionID] = r.NextOffset
+			}
 		}
 		s := spans[len(spans)-1]
 		s.Segments = append(s.Segments, Segment{Base: r.BaseOffset, Count: r.Count, KeyNo: r.KeyNo, Codec: r.Codec,
@@ -228,14 +236,21 @@ func (e *Engine) deliverClaims(lists []*list, rows []db.ClaimPartitionsRow) {
 	}
 	i := 0
 	for no, l := range lists {
+		full := true
+		var taken, rest []int64 // partitions: claimed, and those that still have something for the next
 		for _, c := range l.claims {
 			spans := got[i]
 			i++
+			c.looked.Store(true)
+			full = full && len(spans) > 0
 			switch {
 			case len(spans) > 0:
-				if !c.autoAck {
-					for _, s := range spans {
+				for _, s := range spans {
+					taken = append(taken, s.Row.ID)
+					if !c.autoAck {
 						e.held.add(c.lease, s)
+					} else if s.Start+s.Take < tails[s.Row.ID] {
+						rest = append(rest, s.Row.ID)
 					}
 				}
 				c.finish(e, spans, nil)
@@ -248,6 +263,16 @@ func (e *Engine) deliverClaims(lists []*list, rows []db.ClaimPartitionsRow) {
 			default:
 				e.park.idle(c)
 			}
+		}
+		if full && l.partition == 0 { // whoever went without looked at every hint in vain; here some may not have been reached
+			for _, h := range l.hints {
+				if !slices.Contains(taken, h) {
+					rest = append(rest, h)
+				}
+			}
+		}
+		for _, partition := range rest {
+			e.park.left(l.group, partition)
 		}
 	}
 }

@@ -180,6 +180,7 @@ func (e *Engine) Hint(h Hint) { e.park.hint(h, nil) }
 // QueueChanged makes the engine look at a queue again that was configured or deleted, here or on another broker.
 func (e *Engine) QueueChanged(id int32) {
 	e.Catalog.ForgetID(id)
+	e.park.forget(id)
 	e.park.lookQueue(id)
 }
 
@@ -226,9 +227,11 @@ func (e *Engine) promoteLoop() {
 				}
 				break
 			}
-			for _, r := range rows {
-				e.park.hint(Hint{Group: r.GroupID, Partition: r.PartitionID}, nil)
+			hints := make([]Hint, len(rows))
+			for i, r := range rows {
+				hints[i] = Hint{Group: r.GroupID, Partition: r.PartitionID}
 			}
+			e.announce(hints, nil)
 			if len(rows) < 1000 {
 				if ms, err := e.q.NextDue(ctx); err == nil {
 					next = min(idle, max(time.Duration(ms+1)*time.Millisecond, time.Millisecond))

@@ -27,12 +27,12 @@ func (f *flusher) flush(b *board) error {
 	// Parked pops whose partition is about to get something to deliver ride along.
 	claims := b.claims
 	for _, n := range entries {
-		if n.row != nil && n.total > 0 {
+		if n.row != nil && n.total > 0 && !b.again {
 			claims = e.park.ride(claims, Hint{Queue: n.queue.ID, Partition: n.row.ID})
 		}
 	}
 	for _, s := range settles {
-		if s.leavesWork() {
+		if s.leavesWork() && !b.again {
 			claims = e.park.ride(claims, Hint{Queue: s.group.QueueID, Group: s.group.ID, Partition: s.row.ID})
 		}
 	}
@@ -115,13 +115,15 @@ func (f *flusher) flush(b *board) error {
 		return err
 	}
 
-	var hints []Hint
+	var hints, tell []Hint
 	hints = f.deliverPushes(hints, entries, inOrder, locked, appended, created)
 	for _, r := range settled {
 		s := settles[r.N]
 		s.apply(e, r)
-		if h, ok := s.hint(); ok {
+		if h, here, ok := s.hint(); here {
 			hints = append(hints, h)
+		} else if ok {
+			tell = append(tell, h)
 		}
 	}
 	for _, s := range settles {
@@ -137,13 +139,11 @@ func (f *flusher) flush(b *board) error {
 		hints = append(hints, Hint{Queue: r.queue, Group: r.group, Partition: r.partition})
 	}
 	e.deliverClaims(lists, claimed)
-	if len(hints) > 0 {
-		for _, h := range hints {
-			e.park.hint(h, lists)
-		}
-		if e.Announce != nil {
-			e.Announce(hints)
-		}
+	for _, h := range hints {
+		e.park.hint(h, lists)
+	}
+	if tell = append(tell, hints...); len(tell) > 0 && e.Announce != nil {
+		e.Announce(tell)
 	}
 	return nil
 }

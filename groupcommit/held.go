@@ -30,6 +30,7 @@ type held struct {
 	committed int64
 	end       int64
 	parts     []keyed
+	missed    bool // a hint was held back because of it
 }
 
 // keyed is the ids of one segment's messages.
@@ -111,7 +112,11 @@ func (h *holding) live(group int32, partition int64) bool {
 	h.mu.Lock()
 	defer h.mu.Unlock()
 	n := h.find(cursorKey{group, partition})
-	return n != nil && time.Now().Before(n.until)
+	if n == nil || !time.Now().Before(n.until) {
+		return false
+	}
+	n.missed = true
+	return true
 }
 
 // extended notes how long a lease lasts now.
@@ -123,24 +128,34 @@ func (h *holding) extended(group int32, partition int64, until time.Time) {
 	}
 }
 
-// settled notes where a settle left the cursor.
-func (h *holding) settled(group int32, partition int64, committed int64, released bool) {
+// settled notes where a settle left the cursor. known: the batch was delivered here. missed: a hint was held back because of it,
+// perhaps about something that the settle did not see.
+func (h *holding) settled(group int32, partition int64, committed int64, released bool) (known, missed bool) {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	k := cursorKey{group, partition}
+	n := h.find(k)
+	if n == nil {
+		return false, false
+	}
+	missed = n.missed
+	if released || committed >= n.end {
+		h.remove(k)
+	} else {
+		n.committed = committed
+	}
+	return true, missed
+}
+
+// drop forgets a batch that is not as remembered. Who extends its lease has to ask the database which cursors that has.
+func (h *holding) drop(group int32, partition int64) {
 	h.mu.Lock()
 	defer h.mu.Unlock()
 	k := cursorKey{group, partition}
 	if n := h.find(k); n != nil {
-		if released || committed >= n.end {
-			h.remove(k)
-			return
-		}
-		n.committed = committed
+		h.remove(k)
+		delete(h.leases, n.lease)
 	}
-}
-
-func (h *holding) drop(group int32, partition int64) {
-	h.mu.Lock()
-	defer h.mu.Unlock()
-	h.remove(cursorKey{group, partition})
 }
 
 // cursors are those a lease was handed out for here.
@@ -166,7 +181,8 @@ func (f *finder) next(id string) (int64, bool) {
 	k := f.hasher.Key(id)
 	minted, isUUID := parseUUID(id)
 	from := f.from
-	if last, again := f.seen[id]; again {
+	last, again := f.seen[id]
+	if again {
 		from = last + 1
 	} else if f.calls++; f.calls > 16 {
 		f.buildIndex()
@@ -181,6 +197,9 @@ func (f *finder) next(id string) (int64, bool) {
 		}
 	} else {
 		at, ok = f.search(k, minted, isUUID, from)
+	}
+	if !ok && again { // mentioned more often than it occurs
+		return last, true
 	}
 	if ok {
 		if f.seen == nil {

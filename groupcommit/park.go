@@ -63,11 +63,12 @@ func (b *backoff) miss(r Recheck, leased bool) {
 
 // watcher is a pop that waits for a sign to start over rather than for a claim: on discovery, or on a partition that doesn't exist yet.
 type watcher struct {
-	queue int32         // 0: any in scope
-	scope catalog.Scope // when queue is 0
-	group string
-	check backoff
-	sign  chan struct{}
+	queue     int32         // 0: any in scope
+	scope     catalog.Scope // when queue is 0
+	group     string
+	partition string // the one that doesn't exist yet
+	check     backoff
+	sign      chan struct{}
 }
 
 const maxHints = 4096 // per group; what is dropped is found by the next look at the index
@@ -106,6 +107,13 @@ func (p *parking) seen(q *catalog.Queue) {
 	p.mu.Unlock()
 }
 
+// forget drops a queue that changed: until it is seen again it may be in any scope.
+func (p *parking) forget(queue int32) {
+	p.mu.Lock()
+	delete(p.queues, queue)
+	p.mu.Unlock()
+}
+
 // idle parks a claim that found nothing, ends it when it does not want to wait, or sends it off again when hints have come meanwhile.
 func (p *parking) idle(c *claim) {
 	p.mu.Lock()
@@ -127,6 +135,13 @@ func (p *parking) idle(c *claim) {
 	g := p.group(c.group)
 	if c.partition == nil && len(g.hints) > 0 {
 		c.hints = []int64{g.pop()}
+		p.mu.Unlock()
+		p.board(c, false)
+		return
+	}
+	if c.partition != nil && g.hinted[c.partition.ID] {
+		delete(g.hinted, c.partition.ID)
+		g.hints = slices.DeleteFunc(g.hints, func(h int64) bool { return h == c.partition.ID })
 		p.mu.Unlock()
 		p.board(c, false)
 		return
@@ -243,7 +258,9 @@ func (p *parking) hint(h Hint, lists []*list) {
 				return
 			}
 		}
-		if p.e.held.live(g.id, h.Partition) {
+		if h.Group != 0 { // to one group, because its lease there has ended
+			p.e.held.drop(g.id, h.Partition)
+		} else if p.e.held.live(g.id, h.Partition) {
 			return
 		}
 		if c := p.offer(g, h.Partition); c != nil {
@@ -259,6 +276,25 @@ func (p *parking) hint(h Hint, lists []*list) {
 	p.mu.Unlock()
 	for _, c := range claims {
 		p.board(c, h.Partition == 0)
+	}
+}
+
+// left says that a claim of the group did not take all that a partition has, or did not get to look at it.
+func (p *parking) left(group *catalog.Group, partition int64) {
+	p.mu.Lock()
+	g := p.groups[group.ID]
+	var c *claim
+	if g != nil && !p.e.held.live(g.id, partition) {
+		if c = p.offer(g, partition); c == nil {
+			g.push(partition)
+		}
+	}
+	if len(p.watchers) > 0 {
+		p.signal(Hint{Queue: group.QueueID, Group: group.ID, Partition: partition})
+	}
+	p.mu.Unlock()
+	if c != nil {
+		p.board(c, false)
 	}
 }
 
@@ -452,7 +488,7 @@ func (p *parking) unwatch(w *watcher) {
 	select {
 	case <-w.sign:
 		for _, x := range p.watchers {
-			if x.queue == w.queue && x.scope == w.scope && x.group == w.group {
+			if x.queue == w.queue && x.scope == w.scope && x.group == w.group && x.partition == w.partition {
 				x.signal()
 				return
 			}
@@ -464,14 +500,14 @@ func (p *parking) unwatch(w *watcher) {
 // signal wakes one watcher per (scope, group) that a hint concerns. p.mu is held.
 func (p *parking) signal(h Hint) {
 	type kind struct {
-		queue int32
-		scope catalog.Scope
-		group string
+		queue            int32
+		scope            catalog.Scope
+		group, partition string
 	}
 	woken := make(map[kind]bool)
 	q := p.queues[h.Queue]
 	for _, w := range p.watchers {
-		k := kind{w.queue, w.scope, w.group}
+		k := kind{w.queue, w.scope, w.group, w.partition}
 		if woken[k] || (w.queue != 0 && w.queue != h.Queue) || (w.queue == 0 && q != nil && !w.scope.Covers(q)) {
 			continue
 		}

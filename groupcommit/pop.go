@@ -169,7 +169,7 @@ func (e *Engine) leave(ctx context.Context, c *claim, err error) (*Delivery, err
 		return nil, err
 	}
 	if c.leave() {
-		if err == nil && c.tries == 0 && !c.wait {
+		if err == nil && !c.looked.Load() {
 			err = ErrNoConnection
 		}
 		return nil, err
@@ -282,7 +282,7 @@ func (e *Engine) popPartition(ctx context.Context, p *Pop, deadline time.Time) (
 			if p.Wait <= 0 {
 				return nil, nil
 			}
-			w = &watcher{queue: q.ID, group: p.Group}
+			w = &watcher{queue: q.ID, group: p.Group, partition: *p.Partition}
 			if !e.park.watch(w) {
 				return nil, ErrOverloaded
 			}

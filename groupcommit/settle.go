@@ -44,6 +44,8 @@ type settle struct {
 	Released  bool
 	Pending   bool
 	DueMs     int64
+	foreign   bool // another broker delivered what this ended
+	missed    bool // a hint came while it was leased
 	Err       error
 	done      chan struct{} // nil: nobody waits
 }
@@ -82,14 +84,17 @@ func (s *settle) apply(e *Engine, r db.SettleCursorsRow) {
 	if s.Outcome == outNeedCopy {
 		return
 	}
-	e.held.settled(s.group.ID, s.row.ID, s.Committed, s.Released)
+	known, missed := e.held.settled(s.group.ID, s.row.ID, s.Committed, s.Released)
+	s.foreign, s.missed = !known, missed
 	e.due(s.DueMs)
 }
 
-// hint is what the settle left for others.
-func (s *settle) hint() (Hint, bool) {
-	return Hint{Queue: s.group.QueueID, Group: s.group.ID, Partition: s.row.ID},
-		s.Applied && s.Outcome != outNeedCopy && s.Pending && s.Released && s.DueMs < 0
+// hint is what the settle left for others. here: for pops of this broker too; otherwise it only tells the one that delivered
+// the batch, which holds hints back until it hears that the lease has ended.
+func (s *settle) hint() (h Hint, here, ok bool) {
+	ended := s.Applied && s.Outcome != outNeedCopy && s.Released && s.DueMs < 0
+	here = ended && (s.Pending || s.missed)
+	return Hint{Queue: s.group.QueueID, Group: s.group.ID, Partition: s.row.ID}, here, here || (ended && s.foreign)
 }
 
 func (s *settle) finish(err error) {

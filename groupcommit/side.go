@@ -337,6 +337,11 @@ func (e *Engine) sideSettle(s *settle) {
 	}
 	if len(rows) > 0 {
 		s.apply(e, rows[0])
+		if h, here, ok := s.hint(); here {
+			e.announce([]Hint{h}, nil)
+		} else if ok && e.Announce != nil {
+			e.Announce([]Hint{h})
+		}
 	}
 	s.finish(nil)
 }

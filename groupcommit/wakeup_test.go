@@ -201,7 +201,7 @@ func TestWakeRest(t *testing.T) {
 				go cancel()
 				d := <-first
 				if d == nil {
-					if d = b.pop(wide(q, "g", 10, 1, soon)); d == nil {
+					if d = b.pop(p); d == nil {
 						t.Fatalf("autoAck %v: lost wakeup in round %d", automatic, n)
 					}
 				}
