@@ -26,12 +26,14 @@ with list as materialized (
       and (c.lease_until is null or c.lease_until < clock_timestamp())
     for no key update of c skip locked
 ), above as materialized (
+    -- Without what is hinted, or such a candidate would count twice against what is wanted and a slot go empty.
     select l.list_no, l.group_id, s.partition_id, s.committed
     from list l
     cross join lateral (
         select c.partition_id, c.committed from ferrymq.cursors c
         where c.group_id = l.group_id and c.pending and c.not_before is null and c.partition_id > l.from_partition
           and (c.lease_until is null or c.lease_until < clock_timestamp())
+          and c.partition_id <> all (array(select h.partition_id from hinted h where h.group_id = l.group_id))
         order by c.partition_id
         limit case when l.index_first then l.want else greatest(l.want - (select count(*) from hinted h where h.list_no = l.list_no), 0) end
         for no key update skip locked
@@ -44,6 +46,7 @@ with list as materialized (
         select c.partition_id, c.committed from ferrymq.cursors c
         where c.group_id = l.group_id and c.pending and c.not_before is null and c.partition_id <= l.from_partition
           and (c.lease_until is null or c.lease_until < clock_timestamp())
+          and c.partition_id <> all (array(select h.partition_id from hinted h where h.group_id = l.group_id))
         order by c.partition_id
         limit greatest(l.want - (select count(*) from above a where a.list_no = l.list_no)
                               - case when l.index_first then 0 else (select count(*) from hinted h where h.list_no = l.list_no) end, 0)
