@@ -3,8 +3,10 @@ package groupcommit
 import (
 	"context"
 	"errors"
+	"strings"
 	"sync"
 	"time"
+	"unicode/utf8"
 
 	"github.com/google/uuid"
 	"github.com/jackc/pgx/v5"
@@ -265,28 +267,14 @@ func (a *Acks) errorText(signal int) string {
 	return "Retries exhausted"
 }
 
-// clip cuts at a rune boundary and drops NUL, which PostgreSQL's text cannot hold.
+// clip drops NUL, which PostgreSQL's text cannot hold, and cuts at a rune boundary.
 func clip(s string) string {
-	if len(s) > maxError {
-		s = s[:maxError]
-		for len(s) > 0 && s[len(s)-1]&0xC0 == 0x80 {
-			s = s[:len(s)-1]
+	s = strings.ReplaceAll(s, "\x00", "")
+	if n := maxError; len(s) > n {
+		for n > 0 && !utf8.RuneStart(s[n]) {
+			n--
 		}
-		if len(s) > 0 && s[len(s)-1] >= 0xC0 {
-			s = s[:len(s)-1]
-		}
-	}
-	b := []byte(nil)
-	for i := 0; i < len(s); i++ {
-		if s[i] == 0 && b == nil {
-			b = append(b, s[:i]...)
-		}
-		if s[i] != 0 && b != nil {
-			b = append(b, s[i])
-		}
-	}
-	if b != nil {
-		return string(b)
+		s = s[:n]
 	}
 	return s
 }
