@@ -465,7 +465,7 @@ func TestRaceOppositeOrder(t *testing.T) {
 	t.Run("flushes that push and drain crosswise", func(t *testing.T) {
 		p1, p2 := w.partition(q, "1"), w.partition(q, "2")
 		rounds := func(pushTo, drain int64, group int32) error {
-			for range 300 {
+			for range 150 {
 				f := &flight{pushes: []push{{pushTo, -1, []int{1}}}, lists: []list{{group: group, hints: []int64{drain}, slots: []slot{{lease: uuid.New(), budget: 1000}}}}}
 				if err := f.batch().Send(w.ctx(), w.pool); err != nil {
 					return err

@@ -105,16 +105,15 @@ for no key update of c;
 
 -- name: MarkPending :exec
 -- Joined with the groups in SQL: one that another broker made a moment ago counts.
+-- By ctid, which LockCursors holds in place: joined, a plan made while the table was small walks all of its primary key.
 update ferrymq.cursors c
 set pending = true
-from (
-    select p.id, p.next_offset, g.id as group_id
+where c.ctid = any(array(
+    select (select k.ctid from ferrymq.cursors k
+            where k.group_id = g.id and k.partition_id = p.id and not k.pending and p.next_offset > k.committed)
     from ferrymq.partitions p
     cross join lateral (select x.id from ferrymq.groups x where x.queue_id = p.queue_id and x.deleted_at is null offset 0) g
-    where p.id = any(@pushed::bigint[])
-) w
-where c.group_id = w.group_id and c.partition_id = w.id
-  and not c.pending and w.next_offset > c.committed;
+    where p.id = any(@pushed::bigint[])));
 
 -- name: SettleCursors :many
 -- Applies what acks decided, fenced by the exact lease (zero = none asked for) and by the cursor it was decided on (expected).
