@@ -171,7 +171,7 @@ func startPostgres(ctx context.Context, c *Config, log *slog.Logger) (*localpg.S
 	}
 	log.Info("started a private PostgreSQL (set DATABASE_URL to use your own)", attrs...)
 	if s.Relocated {
-		log.Warn("its user cannot enter DATA_DIR, so the data is elsewhere", "wanted", c.DataDir, "data", s.Dir)
+		log.Warn("user "+s.User+" cannot enter DATA_DIR, so the data is elsewhere", "wanted", c.DataDir, "data", s.Dir)
 	}
 	return s, nil
 }
