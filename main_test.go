@@ -29,6 +29,7 @@ import (
 	"github.com/jackc/pgx/v5"
 
 	"ferrymq/dbtest"
+	"ferrymq/localpg"
 	"ferrymq/schema"
 )
 
@@ -572,6 +573,53 @@ func TestHopelessDatabase(t *testing.T) {
 				t.Errorf("a password is in what it said: %q", said)
 			}
 		})
+	}
+}
+
+// A database that is not there yet is waited for, not given up.
+func TestWaitsForDatabase(t *testing.T) {
+	t.Parallel()
+	s := dbtest.Durable(t)
+	s.Stop()
+	p := spawn(t, "DATABASE_URL="+s.DSN+" password=Secret")
+	url := p.url(t)
+	p.await(t, `waiting for the database`)
+	if s := p.must(t, 503, "GET", url+"/ready", ""); s != `{"status":"not ready","reason":"database unreachable"}` {
+		t.Error(s)
+	}
+	p.must(t, 503, "GET", url+"/health", "")
+	again, err := localpg.Start(t.Context(), localpg.Options{Dir: s.Dir})
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(again.Stop)
+	if again.DSN != s.DSN {
+		t.Skip("the temporary directory has too long a name for a socket")
+	}
+	p.ready(t)
+	p.must(t, 200, "GET", url+"/ready", "")
+	if strings.Contains(p.String(), "Secret") {
+		t.Error("a password is in what it said")
+	}
+	p.signal(t, os.Interrupt) // before its database goes
+	p.exits(t, 10*time.Second)
+}
+
+// A broker does not outlive its private PostgreSQL, and the next one has what was answered.
+func TestPostgresKilled(t *testing.T) {
+	t.Parallel()
+	dir := dbtest.DataDir(t)
+	p := spawn(t, "DATA_DIR="+dir)
+	p.must(t, 201, "POST", p.ready(t)+"/api/v1/push", `{"items":[{"queue":"q","payload":1}]}`)
+	if err := syscall.Kill(postmaster(t, dir), syscall.SIGKILL); err != nil {
+		t.Fatal(err)
+	}
+	if said := p.fails(t); !strings.Contains(said, "the private PostgreSQL ended by itself") {
+		t.Errorf("said %q", said)
+	}
+	p = spawn(t, "DATA_DIR="+dir)
+	if s := p.must(t, 200, "GET", p.ready(t)+"/api/v1/pop/queue/q", ""); !strings.Contains(s, `"data":1,`) {
+		t.Error(s)
 	}
 }
 

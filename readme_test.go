@@ -288,6 +288,38 @@ func settingsTable(t *testing.T) string {
 	return b.String()
 }
 
+// The design names tests and scripts: they exist.
+func TestDesignNamesTests(t *testing.T) {
+	t.Parallel()
+	page, err := os.ReadFile("docs/design.md")
+	if err != nil {
+		t.Fatal(err)
+	}
+	var all strings.Builder
+	for _, pattern := range []string{"*_test.go", "*/*_test.go"} {
+		files, _ := filepath.Glob(pattern)
+		for _, f := range files {
+			b, err := os.ReadFile(f)
+			if err != nil {
+				t.Fatal(err)
+			}
+			all.Write(b)
+		}
+	}
+	for _, m := range regexp.MustCompile("`(?:[a-z]+\\.)?(Test[A-Z][A-Za-z]*)`").FindAllSubmatch(page, -1) {
+		if !strings.Contains(all.String(), "func "+string(m[1])+"(t *testing.T)") {
+			t.Errorf("docs/design.md names %s, which is gone", m[1])
+		}
+	}
+	for _, list := range regexp.MustCompile("scripts? (`[a-z_]+`(?:, `[a-z_]+`)*)").FindAllSubmatch(page, -1) {
+		for _, m := range regexp.MustCompile("[a-z_]+").FindAllString(string(list[1]), -1) {
+			if _, err := os.Stat("contract/testdata/" + m + ".txt"); err != nil {
+				t.Errorf("docs/design.md names the script %s: %v", m, err)
+			}
+		}
+	}
+}
+
 // What the README names exists.
 func TestReadmeLinks(t *testing.T) {
 	t.Parallel()
