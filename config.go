@@ -161,6 +161,9 @@ func loadConfig(vars map[string]string) (*Config, error) {
 	case len(c.EncryptionKeysOld) > 0:
 		return nil, errors.New("ENCRYPTION_KEYS_OLD: needs ENCRYPTION_KEY too")
 	}
+	if c.GroupCommitWidth > c.DBPoolSize-2 {
+		return nil, fmt.Errorf("GROUP_COMMIT_WIDTH: must be at least 2 less than DB_POOL_SIZE, which is %d", c.DBPoolSize)
+	}
 	// An operator who asks for authentication must not get an open broker.
 	for _, name := range []string{"JWT_ENABLED", "AUTH_REQUIRED"} {
 		var on Bool

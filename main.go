@@ -88,11 +88,12 @@ func run(ctx context.Context) error {
 		defer embedded.Stop()
 		dsn, died = embedded.DSN, embedded.Done()
 	}
-	pool, err := db.NewPool(context.WithoutCancel(ctx), dsn, int32(config.DBPoolSize))
+	pool, flights, err := pools(context.WithoutCancel(ctx), config, dsn)
 	if err != nil {
 		return fmt.Errorf("DATABASE_URL: %w", redact(err))
 	}
 	defer pool.Close()
+	defer flights.Close()
 
 	api := &handlers.API{Log: log, Pool: pool, MaxBody: config.MaxBodyBytes, DefaultTimeout: milliseconds(config.DefaultTimeout),
 		DefaultStart: config.start, HasKey: config.keys != nil}
@@ -109,7 +110,7 @@ func run(ctx context.Context) error {
 		}
 		return err
 	}
-	b, err := start(ctx, config, log, pool, dsn, api)
+	b, err := start(ctx, config, log, pool, flights, dsn, api)
 	if err != nil {
 		if ctx.Err() != nil {
 			return nil
@@ -143,6 +144,18 @@ func run(ctx context.Context) error {
 	b.close()
 	log.Info("stopped")
 	return failure
+}
+
+// pools divides DB_POOL_SIZE: each combined commit in flight has a connection of its own, everything else shares the others.
+func pools(ctx context.Context, c *Config, dsn string) (pool, flights *pgxpool.Pool, err error) {
+	statement := milliseconds(c.StatementTimeoutMS)
+	if flights, err = db.NewPool(ctx, dsn, int32(c.GroupCommitWidth), statement); err != nil {
+		return nil, nil, err
+	}
+	if pool, err = db.NewPool(ctx, dsn, int32(c.DBPoolSize-c.GroupCommitWidth), statement); err != nil {
+		flights.Close()
+	}
+	return pool, flights, err
 }
 
 func newLogger(c *Config) *slog.Logger {
@@ -251,8 +264,8 @@ type broker struct {
 	maintainer *maintain.Maintainer
 }
 
-func start(ctx context.Context, c *Config, log *slog.Logger, pool *pgxpool.Pool, dsn string, api *handlers.API) (*broker, error) {
-	q := db.New(pool)
+func start(ctx context.Context, c *Config, log *slog.Logger, pool, flights *pgxpool.Pool, dsn string, api *handlers.API) (*broker, error) {
+	q := db.New(db.Patient{Pool: pool})
 	installation, err := q.InstallationGet(ctx)
 	if err != nil {
 		return nil, fmt.Errorf("read the installation: %w", err)
@@ -269,7 +282,7 @@ func start(ctx context.Context, c *Config, log *slog.Logger, pool *pgxpool.Pool,
 	b := &broker{}
 	var bus *wake.Bus
 	b.engine = groupcommit.New(groupcommit.Options{
-		Pool: pool, Log: log, Hasher: segment.NewHasher(uint64(installation.HashSeed)), Keys: c.keys, Project: project, DBNow: installation.Now,
+		Pool: pool, Flights: flights, Log: log, Hasher: segment.NewHasher(uint64(installation.HashSeed)), Keys: c.keys, Project: project, DBNow: installation.Now,
 		Width: c.GroupCommitWidth, DedupBytes: c.DedupCacheMB << 20, PushQueueMax: c.PushQueueMax, MaxParked: c.MaxParked,
 		StatementTimeout: milliseconds(c.StatementTimeoutMS),
 		Recheck: groupcommit.Recheck{Initial: milliseconds(c.PopWaitInitialIntervalMS), Threshold: c.PopWaitBackoffThreshold,

@@ -46,6 +46,19 @@ func (c *cache[K, V]) set(k K, v V) {
 	c.put(k, v)
 }
 
+// setUnless stores v, except when better says that what is there should stay. It returns what is there then.
+func (c *cache[K, V]) setUnless(k K, v V, better func(V) bool) V {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	for _, m := range []map[K]V{c.young, c.old} {
+		if have, ok := m[k]; ok && better(have) {
+			return have
+		}
+	}
+	c.put(k, v)
+	return v
+}
+
 func (c *cache[K, V]) put(k K, v V) {
 	if len(c.young) >= c.size {
 		c.young, c.old = make(map[K]V), c.young

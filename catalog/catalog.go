@@ -110,6 +110,7 @@ type Catalog struct {
 	public     *cache[uuid.UUID, *Partition]
 	groups     *cache[name, *Group]
 	met        *cache[pair, struct{}]
+	discovered *cache[discovery, Start]
 
 	firsts singleflight.Group // first uses of a name: one of many callers creates, the others get its result
 
@@ -130,12 +131,13 @@ const (
 // Seeding goes on in the background until stop ends; Wait waits for it.
 func New(stop context.Context, pool *pgxpool.Pool, project int32, onSeed func(group int32)) *Catalog {
 	return &Catalog{
-		pool: pool, q: db.New(pool), project: project, onSeed: onSeed, stop: stop,
+		pool: pool, q: db.New(db.Patient{Pool: pool}), project: project, onSeed: onSeed, stop: stop,
 		queues:     newCache[string, *Queue](maxQueues),
 		partitions: newCache[name, *Partition](maxPartitions),
 		public:     newCache[uuid.UUID, *Partition](maxPartitions),
 		groups:     newCache[name, *Group](maxGroups),
 		met:        newCache[pair, struct{}](maxPartitions),
+		discovered: newCache[discovery, Start](maxGroups),
 		seeds:      make(map[int32]*seeding),
 	}
 }
@@ -164,8 +166,7 @@ func (c *Catalog) Queue(ctx context.Context, name string) (*Queue, error) {
 	if err != nil {
 		return nil, err
 	}
-	c.queues.set(name, &row)
-	return &row, nil
+	return c.queues.setUnless(name, &row, func(now *Queue) bool { return now.UpdatedAt.After(row.UpdatedAt) }), nil
 }
 
 // first runs fn once for all who call it with the same key at the same time. It does not end with one caller's ctx.
@@ -207,7 +208,7 @@ func (c *Catalog) createQueue(ctx context.Context, name string) (*Queue, error) 
 		namespace, task := Derive(name)
 		var made *Queue
 		var joined []db.GroupCreateRow
-		err = pgx.BeginFunc(ctx, c.pool, func(tx pgx.Tx) error {
+		err = pgx.BeginFunc(ctx, db.Patient{Pool: c.pool}, func(tx pgx.Tx) error {
 			q := c.q.WithTx(tx)
 			row, err := q.QueueCreate(ctx, db.QueueCreateParams{ProjectID: c.project, Name: name, Namespace: namespace, Task: task})
 			if errors.Is(err, pgx.ErrNoRows) {
@@ -269,8 +270,9 @@ func (c *Catalog) Configure(ctx context.Context, name string, change func(*Queue
 			return nil, err
 		}
 		var after Queue
+		recheck := false
 		var joined []db.GroupCreateRow
-		err = pgx.BeginFunc(ctx, c.pool, func(tx pgx.Tx) error {
+		err = pgx.BeginFunc(ctx, db.Patient{Pool: c.pool}, func(tx pgx.Tx) error {
 			tq := c.q.WithTx(tx)
 			if _, err := tq.QueueLock(ctx, db.QueueLockParams{ID: q.ID}); err != nil {
 				return err
@@ -303,7 +305,8 @@ func (c *Catalog) Configure(ctx context.Context, name string, change func(*Queue
 				}
 			}
 			if after.DelayedProcessing != before.DelayedProcessing || after.WindowBuffer != before.WindowBuffer {
-				return tq.JobCreate(ctx, db.JobCreateParams{Kind: "recheck", QueueID: after.ID})
+				recheck = true
+				return tq.JobCreate(ctx, db.JobCreateParams{Kind: "recheck", QueueID: after.ID, DelaySeconds: 5})
 			}
 			return nil
 		})
@@ -315,8 +318,39 @@ func (c *Catalog) Configure(ctx context.Context, name string, change func(*Queue
 			return nil, err
 		}
 		c.queues.set(name, &after)
+		if recheck { // or as much of it as is done soon: the job does the rest
+			soon, cancel := context.WithTimeout(ctx, recheckTime)
+			if err := c.Recheck(soon, after.ID); err == nil {
+				err = c.q.JobRecheckDone(ctx, db.JobRecheckDoneParams{QueueID: after.ID})
+			}
+			cancel()
+		}
 		return &after, c.seedJoined(ctx, joined)
 	}
+}
+
+// recheckTime is how long a configure may take to make new delays hold at once.
+const recheckTime = 2 * time.Second
+
+// Recheck makes the cursors of a queue judge their delays and windows anew. It may run anywhere any number of times.
+func (c *Catalog) Recheck(ctx context.Context, queue int32) error {
+	groups, err := c.q.GroupsOfQueue(ctx, db.GroupsOfQueueParams{QueueID: queue})
+	if err != nil {
+		return err
+	}
+	for _, g := range groups {
+		for after := int64(0); ; {
+			last, err := c.q.RecheckCursors(ctx, db.RecheckCursorsParams{GroupID: g, After: after, Max: 1000})
+			if err != nil {
+				return err
+			}
+			if last == 0 {
+				break
+			}
+			after = last
+		}
+	}
+	return nil
 }
 
 // Delete frees the name of a queue at once and leaves the removal of its rows to a job. It reports whether the queue existed.
@@ -326,7 +360,7 @@ func (c *Catalog) Delete(ctx context.Context, name string) (id int32, existed bo
 	if q == nil || err != nil {
 		return 0, false, err
 	}
-	err = pgx.BeginFunc(ctx, c.pool, func(tx pgx.Tx) error {
+	err = pgx.BeginFunc(ctx, db.Patient{Pool: c.pool}, func(tx pgx.Tx) error {
 		tq := c.q.WithTx(tx)
 		// Waits for creators of partitions: what they made is then removed too.
 		if _, err := tq.QueueLock(ctx, db.QueueLockParams{ID: q.ID}); errors.Is(err, pgx.ErrNoRows) {
@@ -368,6 +402,7 @@ func (c *Catalog) Refresh(ctx context.Context, seconds int32) error {
 func (c *Catalog) ForgetAll() {
 	c.queues.clear()
 	c.groups.clear()
+	c.discovered.clear()
 	c.met.clear()
 }
 

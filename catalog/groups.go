@@ -70,7 +70,7 @@ func (c *Catalog) registerGroup(ctx context.Context, queue int32, group string, 
 		return g, err
 	}
 	var row db.GroupCreateRow
-	err := pgx.BeginFunc(ctx, c.pool, func(tx pgx.Tx) error {
+	err := pgx.BeginFunc(ctx, db.Patient{Pool: c.pool}, func(tx pgx.Tx) error {
 		q := c.q.WithTx(tx)
 		if _, err := q.QueueLock(ctx, db.QueueLockParams{ID: queue}); err != nil {
 			return err
@@ -148,7 +148,7 @@ func (c *Catalog) seed(g *Group) *seeding {
 func (c *Catalog) Seed(ctx context.Context, group int32) error {
 	for {
 		finished := false
-		err := pgx.BeginFunc(ctx, c.pool, func(tx pgx.Tx) error {
+		err := pgx.BeginFunc(ctx, db.Patient{Pool: c.pool}, func(tx pgx.Tx) error {
 			q := c.q.WithTx(tx)
 			g, err := q.GroupLock(ctx, db.GroupLockParams{ID: group})
 			if errors.Is(err, pgx.ErrNoRows) || (err == nil && g.Seeded) {
@@ -213,7 +213,7 @@ func (c *Catalog) Meet(ctx context.Context, q *Queue, p *Partition, group string
 	if g.Registered {
 		start = g.Start // what the group is registered with wins over what the pop carries
 	}
-	err = pgx.BeginFunc(ctx, c.pool, func(tx pgx.Tx) error {
+	err = pgx.BeginFunc(ctx, db.Patient{Pool: c.pool}, func(tx pgx.Tx) error {
 		tq := c.q.WithTx(tx)
 		if _, err := tq.PartitionLock(ctx, db.PartitionLockParams{ID: row.ID}); err != nil {
 			return err
@@ -242,7 +242,7 @@ func (c *Catalog) Meet(ctx context.Context, q *Queue, p *Partition, group string
 
 func (c *Catalog) createUnregistered(ctx context.Context, queue int32, group string, start Start) (*Group, error) {
 	var row db.GroupCreateRow
-	err := pgx.BeginFunc(ctx, c.pool, func(tx pgx.Tx) error {
+	err := pgx.BeginFunc(ctx, db.Patient{Pool: c.pool}, func(tx pgx.Tx) error {
 		q := c.q.WithTx(tx)
 		if _, err := q.QueueLock(ctx, db.QueueLockParams{ID: queue}); err != nil {
 			return err
@@ -263,7 +263,7 @@ func (c *Catalog) createUnregistered(ctx context.Context, queue int32, group str
 // createPartition makes an empty partition with the cursors of the registered groups.
 func (c *Catalog) createPartition(ctx context.Context, queue *Queue, p *Partition) error {
 	public := uuid.New()
-	err := pgx.BeginFunc(ctx, c.pool, func(tx pgx.Tx) error {
+	err := pgx.BeginFunc(ctx, db.Patient{Pool: c.pool}, func(tx pgx.Tx) error {
 		q := c.q.WithTx(tx)
 		made, err := q.CreatePartitions(ctx, db.CreatePartitionsParams{PublicIds: []uuid.UUID{public}, QueueIds: []int32{queue.ID}, Names: []string{p.Name}, Totals: []int64{0},
 			SegPartitions: []uuid.UUID{}, SegRels: []int64{}, SegCounts: []int32{}, SegKeyNos: []int16{}, SegCodecs: []int16{}, SegFirstIds: []uuid.UUID{}, SegKeys: [][]byte{}, SegFrames: [][]byte{}})
@@ -297,6 +297,11 @@ func (c *Catalog) Resolve(ctx context.Context, p *Partition) error {
 // Scope is what a discovery pop matches queues by; empty = not asked for.
 type Scope struct{ Namespace, Task string }
 
+type discovery struct {
+	scope Scope
+	group string
+}
+
 // Covers says whether a queue matches.
 func (s Scope) Covers(q *Queue) bool {
 	return (s.Namespace == "" || s.Namespace == q.Namespace) && (s.Task == "" || s.Task == q.Task)
@@ -304,9 +309,15 @@ func (s Scope) Covers(q *Queue) bool {
 
 // Discover registers the group for every queue in scope that it does not know yet, with the start of the group's first discovery pop.
 func (c *Catalog) Discover(ctx context.Context, scope Scope, group string, start Start) error {
-	first, err := c.q.DiscoveryRegister(ctx, db.DiscoveryRegisterParams{ProjectID: c.project, Name: group, Namespace: scope.Namespace, Task: scope.Task, StartMode: start.Mode, StartAt: start.At})
-	if err != nil {
-		return err
+	key := discovery{scope, group}
+	first, ok := c.discovered.get(key)
+	if !ok {
+		row, err := c.q.DiscoveryRegister(ctx, db.DiscoveryRegisterParams{ProjectID: c.project, Name: group, Namespace: scope.Namespace, Task: scope.Task, StartMode: start.Mode, StartAt: start.At})
+		if err != nil {
+			return err
+		}
+		first = Start{Mode: row.StartMode, At: &row.StartAt}
+		c.discovered.set(key, first)
 	}
 	for {
 		unmet, err := c.q.DiscoveryUnmet(ctx, db.DiscoveryUnmetParams{ProjectID: c.project, Namespace: scope.Namespace, Task: scope.Task, Name: group})
@@ -314,7 +325,7 @@ func (c *Catalog) Discover(ctx context.Context, scope Scope, group string, start
 			return err
 		}
 		for _, q := range unmet {
-			g, err := c.Register(ctx, q.ID, group, Start{Mode: first.StartMode, At: &first.StartAt})
+			g, err := c.Register(ctx, q.ID, group, first)
 			if errors.Is(err, ErrGone) {
 				continue
 			}

@@ -45,6 +45,7 @@ const CursorGet = `-- name: CursorGet :one
 select c.committed, c.batch_end, c.lease_id, coalesce(c.lease_until > clock_timestamp(), false)::boolean as live, p.next_offset, p.first_offset
 from ferrymq.cursors c
 join ferrymq.partitions p on p.id = c.partition_id
+join ferrymq.queues q on q.id = p.queue_id and q.deleted_at is null
 where c.group_id = $1::int and c.partition_id = $2::bigint
 `
 

@@ -33,7 +33,7 @@ func IsConnection(err error) bool {
 		return false
 	}
 	var connect *pgconn.ConnectError
-	if errors.As(err, &connect) { // whatever the server said to turn us away
+	if errors.Is(err, ErrAcquire) || errors.As(err, &connect) { // whatever the server said to turn us away
 		return true
 	}
 	switch c := Code(err); {
@@ -47,6 +47,9 @@ func IsConnection(err error) bool {
 	}
 	return false
 }
+
+// NotSent says that the connection was found dead before anything was sent on it: nothing happened.
+func NotSent(err error) bool { return pgconn.SafeToRetry(err) }
 
 // Text is an error for the log: bounded, because encoding errors of pgx print whole arguments.
 func Text(err error) string {

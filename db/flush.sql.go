@@ -419,7 +419,7 @@ with s as materialized (
     from s
     join ferrymq.cursors c on c.group_id = s.group_id and c.partition_id = s.partition_id
     join ferrymq.groups g on g.id = s.group_id and g.deleted_at is null
-    join ferrymq.queues q on q.id = g.queue_id
+    join ferrymq.queues q on q.id = g.queue_id and q.deleted_at is null
     join ferrymq.partitions p on p.id = s.partition_id
     where c.committed = s.expected
       and (s.lease_id = '00000000-0000-0000-0000-000000000000'

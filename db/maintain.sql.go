@@ -168,6 +168,19 @@ func (q *Queries) JobExtend(ctx context.Context, arg JobExtendParams) (int64, er
 	return result.RowsAffected(), nil
 }
 
+const JobRecheckDone = `-- name: JobRecheckDone :exec
+delete from ferrymq.jobs j where j.kind = 'recheck' and j.queue_id = $1::int
+`
+
+type JobRecheckDoneParams struct {
+	QueueID int32
+}
+
+func (q *Queries) JobRecheckDone(ctx context.Context, arg JobRecheckDoneParams) error {
+	_, err := q.db.Exec(ctx, JobRecheckDone, arg.QueueID)
+	return err
+}
+
 const JobSeedDone = `-- name: JobSeedDone :exec
 delete from ferrymq.jobs j where j.kind = 'seed' and j.group_id = $1::int
 `
@@ -228,18 +241,26 @@ func (q *Queries) QueueRemove(ctx context.Context, arg QueueRemoveParams) error 
 }
 
 const QueueRemoveCursors = `-- name: QueueRemoveCursors :exec
+with doomed as materialized (
+    select c.group_id, c.partition_id
+    from ferrymq.groups g
+    join ferrymq.cursors c on c.group_id = g.id and c.partition_id = any($1::bigint[])
+    where g.queue_id = $2::int
+    order by c.group_id, c.partition_id
+    for update of c
+)
 delete from ferrymq.cursors c
-using ferrymq.groups g
-where g.queue_id = $1::int and c.group_id = g.id and c.partition_id = any($2::bigint[])
+using doomed d
+where c.group_id = d.group_id and c.partition_id = d.partition_id
 `
 
 type QueueRemoveCursorsParams struct {
-	QueueID int32
 	Ids     []int64
+	QueueID int32
 }
 
 func (q *Queries) QueueRemoveCursors(ctx context.Context, arg QueueRemoveCursorsParams) error {
-	_, err := q.db.Exec(ctx, QueueRemoveCursors, arg.QueueID, arg.Ids)
+	_, err := q.db.Exec(ctx, QueueRemoveCursors, arg.Ids, arg.QueueID)
 	return err
 }
 
@@ -344,17 +365,23 @@ func (q *Queries) QueueRemoveSegments(ctx context.Context, arg QueueRemoveSegmen
 
 const RecheckCursors = `-- name: RecheckCursors :one
 with step as materialized (
-    select c.group_id, c.partition_id, c.not_before, c.failed_offset, c.committed
+    select c.group_id, c.partition_id
     from ferrymq.cursors c
     where c.group_id = $1::int and c.partition_id > $2::bigint
     order by c.partition_id
     limit $3::bigint
+), waiting as materialized (
+    select c.group_id, c.partition_id
+    from step s
+    join ferrymq.cursors c on c.group_id = s.group_id and c.partition_id = s.partition_id
+    where c.not_before is not null and c.failed_offset is null
+    order by c.group_id, c.partition_id
+    for no key update of c
 ), cleared as (
     update ferrymq.cursors c
     set not_before = null
-    from step s
+    from waiting s
     where c.group_id = s.group_id and c.partition_id = s.partition_id
-      and c.not_before is not null and c.failed_offset is distinct from c.committed
 )
 select coalesce(max(s.partition_id), 0)::bigint as last from step s
 `
@@ -365,7 +392,7 @@ type RecheckCursorsParams struct {
 	Max     int64
 }
 
-// After a configure: delays and windows are judged anew, a backoff (the failed message is the head) stays.
+// After a configure: delays and windows are judged anew, a backoff (a failed message is not passed yet) stays.
 // Walks the cursors of the queue's groups in steps, 0 = done.
 func (q *Queries) RecheckCursors(ctx context.Context, arg RecheckCursorsParams) (int64, error) {
 	row := q.db.QueryRow(ctx, RecheckCursors, arg.GroupID, arg.After, arg.Max)

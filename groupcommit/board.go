@@ -204,12 +204,19 @@ func (f *flusher) run() {
 // in halves after an error that one of them caused.
 func (f *flusher) depart(b *board) {
 	err := f.flush(b)
+	// Pooled connections may have died unnoticed while they were idle, all of them.
+	for tries := f.e.Flights.Config().MaxConns; errors.Is(err, errNotSent) && tries >= 0; tries-- {
+		err = f.flush(b)
+	}
 	if db.IsRetryable(err) {
 		err = f.flush(b)
 	}
 	switch {
 	case err == nil:
-	case errors.Is(err, ErrNoConnection), errors.Is(err, ErrUnknown):
+	case errors.Is(err, ErrNoConnection), errors.Is(err, ErrUnknown), errors.Is(err, errNotSent):
+		if errors.Is(err, errNotSent) {
+			err = errors.Join(ErrNoConnection, err)
+		}
 		f.e.Log.Warn("flush failed", "operations", b.size(), "error", db.Text(err))
 		b.fail(f.e, err)
 	case db.IsLockTimeout(err):

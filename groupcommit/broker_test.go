@@ -62,7 +62,7 @@ func start(t testing.TB, dsn string, s setup) *broker {
 	if s.recheck == (groupcommit.Recheck{}) {
 		s.recheck = brisk
 	}
-	pool, err := db.NewPool(t.Context(), dsn, int32(s.pool))
+	pool, err := db.NewPool(t.Context(), dsn, int32(s.pool), 30*time.Second)
 	if err != nil {
 		t.Fatal(err)
 	}

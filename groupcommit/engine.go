@@ -50,6 +50,9 @@ var (
 	ErrNoKey = errors.New("encryption key not configured")
 )
 
+// errNotSent: the connection was dead before anything of the flush went out.
+var errNotSent = errors.New("connection found dead")
+
 // connectTimeout is how long an operation waits for a database connection before it fails.
 const connectTimeout = 5 * time.Second
 
@@ -59,6 +62,7 @@ type Hint = wake.Hint
 // Options of New. Log, Pool and Catalog are required.
 type Options struct {
 	Pool    *pgxpool.Pool
+	Flights *pgxpool.Pool // connections of flushes alone, so that nothing else can starve them; nil: Pool
 	Log     *slog.Logger
 	Hasher  segment.Hasher
 	Keys    *segment.Keys // nil: no encryption
@@ -111,8 +115,11 @@ type Engine struct {
 
 // New starts an engine. Close ends it.
 func New(o Options) *Engine {
+	if o.Flights == nil {
+		o.Flights = o.Pool
+	}
 	e := &Engine{
-		Options: o, q: db.New(o.Pool), dedup: dedup.New(o.DedupBytes),
+		Options: o, q: db.New(db.Patient{Pool: o.Pool}), dedup: dedup.New(o.DedupBytes),
 		nextDue: make(chan time.Duration, 16), draining: make(chan struct{}),
 		sideRoom: make(chan struct{}, max(2, int(o.Pool.Config().MaxConns)/2)),
 	}

@@ -151,7 +151,7 @@ func (f *flusher) flush(b *board) error {
 // send runs the batch on its own context, never a caller's.
 func (e *Engine) send(batch *db.Flush, since time.Time) error {
 	acquire, stop := context.WithTimeout(context.Background(), acquireTimeout(since))
-	conn, err := e.Pool.Acquire(acquire)
+	conn, err := e.Flights.Acquire(acquire)
 	stop()
 	if err != nil {
 		return errors.Join(ErrNoConnection, err)
@@ -161,6 +161,9 @@ func (e *Engine) send(batch *db.Flush, since time.Time) error {
 	ctx, cancel := context.WithTimeout(context.Background(), e.StatementTimeout+connectTimeout)
 	defer cancel()
 	if err := batch.Send(ctx, conn); err != nil {
+		if db.NotSent(err) {
+			return errors.Join(errNotSent, err)
+		}
 		if db.IsConnection(err) {
 			return errors.Join(ErrUnknown, err)
 		}

@@ -249,7 +249,7 @@ func (a *API) extend(w http.ResponseWriter, r *request) error {
 		return err
 	}
 	seconds := int64(defaultExtend)
-	_ = parse(body, func(d *document) error {
+	err = parse(body, func(d *document) error {
 		return d.object(func(name string) error {
 			if name != "seconds" || d.kind() != '0' {
 				return d.skip()
@@ -264,6 +264,9 @@ func (a *API) extend(w http.ResponseWriter, r *request) error {
 			return nil
 		})
 	})
+	if err != nil {
+		seconds = defaultExtend
+	}
 	var renewed int
 	var until time.Time
 	if lease, err := uuid.Parse(r.params[0]); err == nil && len(r.params[0]) == 36 {

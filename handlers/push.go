@@ -111,8 +111,8 @@ func (a *API) push(w http.ResponseWriter, r *request) error {
 	}
 	targets := group(items)
 	var pushes []*groupcommit.Push
+	resolve(r.Context(), r.engine, items, targets)
 	for _, t := range targets {
-		t.push, t.err = resolvePush(r.Context(), r.engine, items, t)
 		if t.err == nil {
 			pushes = append(pushes, t.push)
 		}
@@ -143,27 +143,54 @@ func group(items []pushItem) []*target {
 	return order
 }
 
-func resolvePush(ctx context.Context, e *groupcommit.Engine, items []pushItem, t *target) (*groupcommit.Push, error) {
-	first := &items[t.items[0]]
-	q, part := e.Catalog.Known(first.queue, first.partition)
-	if part == nil {
-		ctx, cancel := context.WithTimeout(ctx, 5*time.Second)
-		defer cancel()
-		var err error
-		if q, err = e.Catalog.EnsureQueue(ctx, first.queue); err != nil {
-			return nil, e.Unavailable(err)
+// resolveTime bounds how long a request looks for its queues and partitions.
+const resolveTime = 5 * time.Second
+
+// resolve finds the queue and the partition of every target: one look-up per queue, whatever the number of partitions.
+func resolve(ctx context.Context, e *groupcommit.Engine, items []pushItem, targets []*target) {
+	var unknown map[string][]*target // by queue
+	for _, t := range targets {
+		first := &items[t.items[0]]
+		if q, p := e.Catalog.Known(first.queue, first.partition); p != nil {
+			t.push = newPush(q, p, items, t)
+			continue
 		}
-		found, err := e.Catalog.Partitions(ctx, q, []string{first.partition})
-		if err != nil {
-			return nil, e.Unavailable(err)
+		if unknown == nil {
+			unknown = make(map[string][]*target)
 		}
-		part = found[0]
+		unknown[first.queue] = append(unknown[first.queue], t)
 	}
+	if unknown == nil {
+		return
+	}
+	ctx, cancel := context.WithTimeout(ctx, resolveTime)
+	defer cancel()
+	for queue, of := range unknown {
+		names := make([]string, len(of))
+		for i, t := range of {
+			names[i] = items[t.items[0]].partition
+		}
+		q, err := e.Catalog.EnsureQueue(ctx, queue)
+		var found []*catalog.Partition
+		if err == nil {
+			found, err = e.Catalog.Partitions(ctx, q, names)
+		}
+		for i, t := range of {
+			if err != nil {
+				t.err = e.Unavailable(err)
+				continue
+			}
+			t.push = newPush(q, found[i], items, t)
+		}
+	}
+}
+
+func newPush(q *catalog.Queue, part *catalog.Partition, items []pushItem, t *target) *groupcommit.Push {
 	p := &groupcommit.Push{Queue: q, Partition: part, Messages: make([]segment.Message, len(t.items))}
 	for n, i := range t.items {
 		p.Messages[n] = segment.Message{TransactionID: items[i].transactionID, Payload: items[i].payload}
 	}
-	return p, nil
+	return p
 }
 
 // answerPush answers in request order. A group is decided when it was stored, or refused for a reason of its own.

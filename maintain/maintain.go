@@ -25,7 +25,7 @@ const (
 	forgetAfter  = 8 * time.Second // without a refresh for so long, nothing cached can be trusted
 	removeChunk  = 200             // partitions of a deleted queue in one transaction
 	segmentChunk = 1000            // segments
-	recheckChunk = 1000            // cursors
+	jobRoom      = 3               // jobs at a time
 )
 
 // Maintainer runs the loops until Close.
@@ -46,7 +46,7 @@ type Maintainer struct {
 
 // Start begins the loops. The exported fields must be set.
 func (m *Maintainer) Start() {
-	m.id, m.q, m.kick = uuid.New(), db.New(m.Pool), make(chan struct{}, 1)
+	m.id, m.q, m.kick = uuid.New(), db.New(db.Patient{Pool: m.Pool}), make(chan struct{}, 1)
 	m.stop, m.cancel = context.WithCancel(context.Background())
 	m.work.Add(2)
 	go m.beat()
@@ -115,6 +115,7 @@ func (m *Maintainer) beat() {
 }
 
 func (m *Maintainer) jobs() {
+	room := make(chan struct{}, jobRoom)
 	m.every(jobsEvery, m.kick, func(ctx context.Context) error {
 		for {
 			lease := uuid.New()
@@ -125,11 +126,18 @@ func (m *Maintainer) jobs() {
 			if err != nil {
 				return err
 			}
-			if err := m.run(ctx, job, lease); err != nil {
-				return err
-			}
+			// A long job must not hold up the short ones behind it.
+			room <- struct{}{}
+			m.work.Add(1)
+			go func() {
+				defer m.work.Done()
+				defer func() { <-room }()
+				if err := m.run(ctx, job, lease); err != nil && ctx.Err() == nil {
+					m.Log.Warn("job failed, it will be tried again", "kind", job.Kind, "error", db.Text(err))
+				}
+			}()
 		}
-	}, "job")
+	}, "looking for jobs")
 }
 
 // errTakenOver means that another broker works on the job by now.
@@ -150,7 +158,7 @@ func (m *Maintainer) run(ctx context.Context, job db.JobClaimRow, lease uuid.UUI
 	case "delete_queue":
 		err = m.removeQueue(ctx, job.QueueID, next)
 	case "recheck":
-		err = m.recheck(ctx, job.QueueID, next)
+		err = m.recheck(ctx, job.QueueID)
 	}
 	if errors.Is(err, errTakenOver) {
 		return nil
@@ -206,25 +214,9 @@ func (m *Maintainer) removeQueue(ctx context.Context, queue int32, next func() e
 }
 
 // recheck judges the delays of a reconfigured queue anew.
-func (m *Maintainer) recheck(ctx context.Context, queue int32, next func() error) error {
-	groups, err := m.q.GroupsOfQueue(ctx, db.GroupsOfQueueParams{QueueID: queue})
-	if err != nil {
+func (m *Maintainer) recheck(ctx context.Context, queue int32) error {
+	if err := m.Engine.Catalog.Recheck(ctx, queue); err != nil {
 		return err
-	}
-	for _, g := range groups {
-		for after := int64(0); ; {
-			if err := next(); err != nil {
-				return err
-			}
-			last, err := m.q.RecheckCursors(ctx, db.RecheckCursorsParams{GroupID: g, After: after, Max: recheckChunk})
-			if err != nil {
-				return err
-			}
-			if last == 0 {
-				break
-			}
-			after = last
-		}
 	}
 	m.Engine.QueueChanged(queue)
 	m.Bus.QueueChanged(queue)

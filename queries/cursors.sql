@@ -2,6 +2,7 @@
 select c.committed, c.batch_end, c.lease_id, coalesce(c.lease_until > clock_timestamp(), false)::boolean as live, p.next_offset, p.first_offset
 from ferrymq.cursors c
 join ferrymq.partitions p on p.id = c.partition_id
+join ferrymq.queues q on q.id = p.queue_id and q.deleted_at is null
 where c.group_id = @group_id::int and c.partition_id = @partition_id::bigint;
 
 -- name: CursorCreate :execrows

@@ -37,6 +37,9 @@ where j.id = @id::bigint and j.lease_id = @lease_id::uuid;
 -- name: JobDone :exec
 delete from ferrymq.jobs j where j.id = @id::bigint and j.lease_id = @lease_id::uuid;
 
+-- name: JobRecheckDone :exec
+delete from ferrymq.jobs j where j.kind = 'recheck' and j.queue_id = @queue_id::int;
+
 -- name: JobSeedDone :exec
 delete from ferrymq.jobs j where j.kind = 'seed' and j.group_id = @group_id::int;
 
@@ -48,9 +51,17 @@ limit @max::bigint
 for update;
 
 -- name: QueueRemoveCursors :exec
+with doomed as materialized (
+    select c.group_id, c.partition_id
+    from ferrymq.groups g
+    join ferrymq.cursors c on c.group_id = g.id and c.partition_id = any(@ids::bigint[])
+    where g.queue_id = @queue_id::int
+    order by c.group_id, c.partition_id
+    for update of c
+)
 delete from ferrymq.cursors c
-using ferrymq.groups g
-where g.queue_id = @queue_id::int and c.group_id = g.id and c.partition_id = any(@ids::bigint[]);
+using doomed d
+where c.group_id = d.group_id and c.partition_id = d.partition_id;
 
 -- name: QueueRemoveSegments :execrows
 delete from ferrymq.segments s
@@ -74,20 +85,26 @@ delete from ferrymq.groups g where g.queue_id = @queue_id::int;
 delete from ferrymq.queues q where q.id = @queue_id::int;
 
 -- name: RecheckCursors :one
--- After a configure: delays and windows are judged anew, a backoff (the failed message is the head) stays.
+-- After a configure: delays and windows are judged anew, a backoff (a failed message is not passed yet) stays.
 -- Walks the cursors of the queue's groups in steps, 0 = done.
 with step as materialized (
-    select c.group_id, c.partition_id, c.not_before, c.failed_offset, c.committed
+    select c.group_id, c.partition_id
     from ferrymq.cursors c
     where c.group_id = @group_id::int and c.partition_id > @after::bigint
     order by c.partition_id
     limit @max::bigint
+), waiting as materialized (
+    select c.group_id, c.partition_id
+    from step s
+    join ferrymq.cursors c on c.group_id = s.group_id and c.partition_id = s.partition_id
+    where c.not_before is not null and c.failed_offset is null
+    order by c.group_id, c.partition_id
+    for no key update of c
 ), cleared as (
     update ferrymq.cursors c
     set not_before = null
-    from step s
+    from waiting s
     where c.group_id = s.group_id and c.partition_id = s.partition_id
-      and c.not_before is not null and c.failed_offset is distinct from c.committed
 )
 select coalesce(max(s.partition_id), 0)::bigint as last from step s;
 
