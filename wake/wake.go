@@ -241,6 +241,11 @@ func (b *Bus) send(ctx context.Context, conn *pgx.Conn) error {
 		case <-b.kick:
 			for payload := b.take(); payload != ""; payload = b.take() {
 				if err := b.notify(ctx, conn, payload); err != nil {
+					// What this one carried may be lost: whoever listens looks at everything.
+					b.mu.Lock()
+					b.all = true
+					b.mu.Unlock()
+					b.wake()
 					return err
 				}
 			}
