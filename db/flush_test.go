@@ -15,6 +15,7 @@ import (
 
 	"ferrymq/db"
 	"ferrymq/dbtest"
+	"ferrymq/schema"
 )
 
 // traffic remembers in which order a connection was written to and read from.
@@ -210,7 +211,11 @@ func TestTables(t *testing.T) {
 // TestHot measures the share of HOT updates under pushes, claims and settles on partitions with a backlog.
 func TestHot(t *testing.T) {
 	t.Parallel()
-	w := newWorld(t, 1)
+	// A server of its own: a transaction anywhere in a cluster keeps what it might still see from being pruned everywhere.
+	dsn := dbtest.Durable(t).DSN
+	check(t, schema.Migrate(t.Context(), dsn))
+	pool := dbtest.Pool(t, dsn, 1)
+	w := &world{Queries: db.New(pool), t: t, dsn: dsn, pool: pool}
 	q := w.queue("q", "")
 	const partitions = 100
 	for i := range partitions {

@@ -186,6 +186,7 @@ create table ferrymq.jobs (
 );
 create index jobs_due_at on ferrymq.jobs (due_at);
 create index jobs_group on ferrymq.jobs (group_id);
+create index jobs_queue on ferrymq.jobs (queue_id);
 
 -- +goose StatementBegin
 -- The first offset of a partition whose segment was created at or after t, or the tail.
