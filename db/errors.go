@@ -51,6 +51,20 @@ func IsConnection(err error) bool {
 // NotSent says that the connection was found dead before anything was sent on it: nothing happened.
 func NotSent(err error) bool { return pgconn.SafeToRetry(err) }
 
+// IsPoison says that an error may be the fault of one operation among many: data that does not fit, a broken rule, or an
+// argument that cannot be sent. A full disk or a server out of memory is nobody's.
+func IsPoison(err error) bool {
+	c := Code(err)
+	if c == "" {
+		return true
+	}
+	switch c[:2] {
+	case "21", "22", "23", "42", "54", "P0", "XX":
+		return true
+	}
+	return false
+}
+
 // Text is an error for the log: bounded, because encoding errors of pgx print whole arguments.
 func Text(err error) string {
 	s := err.Error()

@@ -7,6 +7,7 @@ package db
 
 import (
 	"context"
+	"time"
 
 	"github.com/google/uuid"
 )
@@ -17,7 +18,7 @@ with beat as (
     on conflict (id) do update set seen_at = clock_timestamp()
     returning id
 )
-select count(*)::bigint as others from ferrymq.brokers b
+select count(*)::bigint as others, clock_timestamp()::timestamptz as now from ferrymq.brokers b
 where b.id <> $1::uuid and b.seen_at > clock_timestamp() - interval '10 seconds'
 `
 
@@ -26,12 +27,17 @@ type BrokerBeatParams struct {
 	Name string
 }
 
+type BrokerBeatRow struct {
+	Others int64
+	Now    time.Time
+}
+
 // Keeps this broker alive in the table and says whether others are.
-func (q *Queries) BrokerBeat(ctx context.Context, arg BrokerBeatParams) (int64, error) {
+func (q *Queries) BrokerBeat(ctx context.Context, arg BrokerBeatParams) (BrokerBeatRow, error) {
 	row := q.db.QueryRow(ctx, BrokerBeat, arg.ID, arg.Name)
-	var others int64
-	err := row.Scan(&others)
-	return others, err
+	var i BrokerBeatRow
+	err := row.Scan(&i.Others, &i.Now)
+	return i, err
 }
 
 const BrokerLeave = `-- name: BrokerLeave :exec

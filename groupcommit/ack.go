@@ -137,7 +137,7 @@ func (e *Engine) ack(ctx context.Context, a *Acks) {
 		if a.Leased {
 			s.Lease = a.Lease
 		}
-		if v.action == actDeadLetter && c.end >= 0 || dead != nil {
+		if v.signal >= 0 && (v.action == actDeadLetter && c.end >= 0 || dead != nil) {
 			if dead, err = e.copyOf(ctx, row, v.failedAt); err != nil {
 				a.fail(err)
 				return

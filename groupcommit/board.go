@@ -1,7 +1,6 @@
 package groupcommit
 
 import (
-	"context"
 	"errors"
 	"math/bits"
 	"sync"
@@ -25,6 +24,7 @@ type board struct {
 	restores []*restore
 	extends  []*extend
 	claims   []*claim
+	bytes    int       // of the pushes' messages
 	since    time.Time // when the oldest boarded
 	again    bool      // it failed before: nobody else gets on
 }
@@ -35,6 +35,11 @@ func (b *board) size() int {
 
 // fail answers everything on the board.
 func (b *board) fail(e *Engine, err error) {
+	for _, r := range b.restores {
+		if r.tries++; r.tries < 10 {
+			e.boardRestore(r)
+		}
+	}
 	for _, p := range b.pushes {
 		p.finish(e, err)
 	}
@@ -74,6 +79,9 @@ const lanes = 64
 // a little later, by the next one: a flush has a fixed cost, and on a small machine two half-empty ones cost both latency and throughput.
 const crowd = 48
 
+// overdue is how long a flight may be away before another one leaves, crowd or not: it may be stuck behind a lock.
+const overdue = 20 * time.Millisecond
+
 // dock is where operations board.
 type dock struct {
 	mu     sync.Mutex
@@ -82,6 +90,7 @@ type dock struct {
 	filled uint64 // lanes with something on board
 	away   uint64 // lanes in flight
 	flying int
+	left   time.Time // when the last flight left
 	closed bool
 	sides  map[partitionKey]*side // partitions that work alone for a while
 }
@@ -124,7 +133,7 @@ func (d *dock) put(lane uint64, add func(*board)) {
 // ready says whether a flight may leave: the only one at once, another one when it is worth its while.
 func (d *dock) ready() bool {
 	free := d.filled &^ d.away
-	if free == 0 || d.flying == 0 {
+	if free == 0 || d.flying == 0 || time.Since(d.left) > overdue {
 		return free != 0
 	}
 	n := 0
@@ -138,21 +147,40 @@ func (d *dock) ready() bool {
 
 // take boards everybody whose lane is not in flight.
 func (d *dock) take() (b *board, mask uint64) {
-	mask = d.filled &^ d.away
-	for free := mask; free != 0; free &= free - 1 {
+	b = &board{since: time.Now()}
+	for free := d.filled &^ d.away; free != 0; free &= free - 1 {
+		bit := free & -free
 		lane := &d.next[bits.TrailingZeros64(free)]
-		if b == nil {
-			whole := *lane
-			b = &whole
-		} else {
-			b.join(lane)
+		if size := b.bytes + lane.bytes; size > flightBytes && b.size() > 0 {
+			continue // with the next one
+		} else if size > flightBytes {
+			b.pushes, lane.pushes = lane.split()
+			mask |= bit
+			break // what is left of the lane stays, and the lane with it
 		}
+		b.join(lane)
 		*lane = board{}
+		mask |= bit
+		d.filled &^= bit
 	}
-	d.filled &^= mask
 	d.away |= mask
 	d.flying++
+	d.left = time.Now()
 	return b, mask
+}
+
+// flightBytes bounds what a flight carries: PostgreSQL takes no message over 1 GiB, and the broker holds it all.
+const flightBytes = 32 << 20
+
+// split takes as many pushes off a board as a flight may carry, at least one.
+func (b *board) split() (taken, rest []*Push) {
+	n, bytes := 0, 0
+	for n < len(b.pushes) && (n == 0 || bytes+b.pushes[n].bytes <= flightBytes) {
+		bytes += b.pushes[n].bytes
+		n++
+	}
+	b.bytes -= bytes
+	return b.pushes[:n:n], b.pushes[n:]
 }
 
 func (b *board) join(o *board) {
@@ -161,6 +189,7 @@ func (b *board) join(o *board) {
 	b.restores = append(b.restores, o.restores...)
 	b.extends = append(b.extends, o.extends...)
 	b.claims = append(b.claims, o.claims...)
+	b.bytes += o.bytes
 	if o.since.Before(b.since) {
 		b.since = o.since
 	}
@@ -192,7 +221,9 @@ func (f *flusher) run() {
 			d.turn.Signal()
 		}
 		d.mu.Unlock()
+		late := time.AfterFunc(overdue+time.Millisecond, d.turn.Broadcast)
 		f.depart(b)
+		late.Stop()
 		d.mu.Lock()
 		d.away &^= mask
 		d.flying--
@@ -219,21 +250,27 @@ func (f *flusher) depart(b *board) {
 		}
 		f.e.Log.Warn("flush failed", "operations", b.size(), "error", db.Text(err))
 		b.fail(f.e, err)
-	case db.IsLockTimeout(err):
-		f.spread(b)
-	case b.size() > 1:
+	case db.IsLockTimeout(err), db.Code(err) == queryCanceled:
+		f.spread(b, err)
+	case b.size() > 1 && db.IsPoison(err) && time.Since(b.since) < bisectTime:
 		x, y := b.halves()
 		f.depart(x)
 		f.depart(y)
-	case b.size() == 1:
-		f.e.Log.Error("an operation failed", "error", db.Text(err))
+	default:
+		f.e.Log.Error("a flush failed", "operations", b.size(), "error", db.Text(err))
 		b.fail(f.e, err)
 	}
 }
 
-// spread gives every partition of a flush that met a lock timeout a transaction of its own: the one that is
-// blocked then stalls only itself. Claims never wait for a lock and go on here.
-func (f *flusher) spread(b *board) {
+// queryCanceled is the code of a statement that took longer than it may.
+const queryCanceled = "57014"
+
+// bisectTime is how long a flush may be taken apart to find its poison operation: everything behind it waits.
+const bisectTime = 10 * time.Second
+
+// spread gives every partition of a flush that waited too long for a lock, or took too long, a transaction of its own:
+// the one that is blocked then stalls only itself. Claims never wait for a lock and go on here.
+func (f *flusher) spread(b *board, err error) {
 	d := f.e.dock
 	d.mu.Lock()
 	for _, p := range b.pushes {
@@ -245,17 +282,18 @@ func (f *flusher) spread(b *board) {
 		lane.settles = append(lane.settles, s)
 	}
 	d.mu.Unlock()
-	rest := &board{restores: b.restores, extends: b.extends, claims: b.claims, since: b.since}
-	if blocked := len(b.extends) + len(b.restores); len(b.pushes)+len(b.settles) == 0 && blocked > 0 {
-		f.e.Log.Warn("an extend waited too long for a lock", "operations", blocked)
-		rest.claims = nil
-		rest.fail(f.e, context.DeadlineExceeded)
-		rest = &board{claims: b.claims, since: b.since}
-	}
-	if rest.size() > 0 && rest.size() < b.size() {
+	rest := &board{restores: b.restores, extends: b.extends, claims: b.claims, since: b.since, again: true}
+	switch {
+	case rest.size() == 0:
+	case rest.size() < b.size():
 		f.depart(rest)
-	} else {
-		rest.fail(f.e, context.DeadlineExceeded)
+	case rest.size() > 1 && len(rest.extends)+len(rest.restores) > 0:
+		x, y := rest.halves()
+		f.depart(x)
+		f.depart(y)
+	default:
+		f.e.Log.Warn("an operation waited too long", "error", db.Text(err))
+		rest.fail(f.e, err)
 	}
 }
 

@@ -54,6 +54,7 @@ type claim struct {
 	scan  bool    // look at the index, not only at hints
 	hints []int64 // partitions to look at first
 	tries int
+	looks int // of its group, when it set out
 
 	looked atomic.Bool // it was on a flush that succeeded
 
@@ -77,7 +78,7 @@ func (c *claim) finish(e *Engine, spans []*Span, err error) {
 	c.mu.Unlock()
 	close(c.done)
 	if left {
-		e.giveBack(c, spans, false)
+		e.giveBack(c, spans, nil)
 	}
 }
 
@@ -89,21 +90,42 @@ func (c *claim) leave() bool {
 	return c.left
 }
 
-// giveBack ends the leases of spans that nobody received: they can be claimed again at once, or after a rest.
-func (e *Engine) giveBack(c *claim, spans []*Span, rest bool) {
+// present drops the claims whose caller has gone before they board a flight.
+func (e *Engine) present(claims []*claim) []*claim {
+	kept := claims[:0:0]
+	for _, c := range claims {
+		c.mu.Lock()
+		left := c.left
+		c.mu.Unlock()
+		if left {
+			c.finish(e, nil, nil)
+			continue
+		}
+		kept = append(kept, c)
+	}
+	return kept
+}
+
+// giveBack ends the leases of spans that nobody received: they can be claimed again at once, or, for rest, after a while.
+// What it returns is closed as it happens.
+func (e *Engine) giveBack(c *claim, spans []*Span, rest *Span) (done []chan struct{}) {
 	for _, s := range spans {
+		end := make(chan struct{})
+		done = append(done, end)
 		e.held.drop(s.Group.ID, s.Row.ID)
 		if c.autoAck {
-			r := &restore{queue: s.Queue.ID, group: s.Group.ID, partition: s.Row.ID, start: s.Start, end: s.Start + s.Take, rest: rest}
-			e.dock.enter(s.Partition.Lane, func(b *board) { b.restores = append(b.restores, r) })
+			r := &restore{queue: s.Queue.ID, group: s.Group.ID, partition: s.Row.ID, start: s.Start, end: s.Start + s.Take, rest: rest == s,
+				lane: s.Partition.Lane, done: end}
+			e.boardRestore(r)
 			continue
 		}
 		action := int32(actGiveBack)
-		if rest {
+		if rest == s {
 			action = actRest
 		}
-		e.boardSettle(&settle{group: s.Group, partition: s.Partition, row: &s.Row, Lease: c.lease, Expected: s.Start, Action: action, MoveTo: s.Start})
+		e.boardSettle(&settle{group: s.Group, partition: s.Partition, row: &s.Row, Lease: c.lease, Expected: s.Start, Action: action, MoveTo: s.Start, done: end})
 	}
+	return done
 }
 
 func (e *Engine) boardClaim(c *claim) {
@@ -158,6 +180,9 @@ func (e *Engine) lists(claims []*claim, now time.Time) ([]*list, db.ClaimPartiti
 		scan := false
 		for nth, c := range l.claims {
 			parts := min(c.parts, c.budget)
+			if c.tries > 0 { // the first candidates had nothing to deliver: look at more
+				parts = max(parts, int64(32)<<min(c.tries, 5))
+			}
 			want = min(want+parts, 10_000)
 			scan = scan || c.scan
 			if l.partition == 0 {
@@ -169,7 +194,7 @@ func (e *Engine) lists(claims []*claim, now time.Time) ([]*list, db.ClaimPartiti
 			p.SlotNths = append(p.SlotNths, int32(nth))
 			p.SlotLeases = append(p.SlotLeases, c.lease)
 			p.SlotBudgets = append(p.SlotBudgets, c.budget)
-			p.SlotParts = append(p.SlotParts, parts)
+			p.SlotParts = append(p.SlotParts, min(c.parts, c.budget))
 			p.SlotSeconds = append(p.SlotSeconds, seconds)
 			p.SlotAutoAcks = append(p.SlotAutoAcks, c.autoAck)
 			p.SlotDiscoveries = append(p.SlotDiscoveries, c.discovery)

@@ -124,7 +124,7 @@ func New(o Options) *Engine {
 		sideRoom: make(chan struct{}, max(2, int(o.Pool.Config().MaxConns)/2)),
 	}
 	e.stop, e.cancel = context.WithCancel(context.Background())
-	e.seenClock(o.DBNow)
+	e.SetNow(o.DBNow)
 	e.Catalog = catalog.New(e.stop, o.Pool, o.Project, func(group int32) { e.park.look(group) })
 	e.park = newParking(e)
 	e.held = newHolding()
@@ -165,8 +165,8 @@ func (e *Engine) Close() {
 // Now is the database's clock, as well as this broker knows it: for windows that only need to be about right.
 func (e *Engine) Now() time.Time { return time.Now().Add(time.Duration(e.clock.Load())) }
 
-// seenClock learns the database's clock from a time it just assigned.
-func (e *Engine) seenClock(t time.Time) { e.clock.Store(int64(time.Until(t))) }
+// SetNow learns the database's clock. Call it every few seconds with what the database says the time is.
+func (e *Engine) SetNow(t time.Time) { e.clock.Store(int64(time.Until(t))) }
 
 // announce gives out what a commit outside of a flush left to deliver.
 func (e *Engine) announce(hints []Hint, q *catalog.Queue) {
@@ -241,7 +241,11 @@ func (e *Engine) promoteLoop() {
 			e.announce(hints, nil)
 			if len(rows) < 1000 {
 				if ms, err := e.q.NextDue(ctx); err == nil {
-					next = min(idle, max(time.Duration(ms+1)*time.Millisecond, time.Millisecond))
+					least := time.Millisecond
+					if len(rows) == 0 { // what is due is locked by someone
+						least = 100 * time.Millisecond
+					}
+					next = min(idle, max(time.Duration(ms+1)*time.Millisecond, least))
 				}
 				break
 			}

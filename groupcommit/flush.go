@@ -13,7 +13,7 @@ import (
 )
 
 // lockTimeout is how long a flush waits for a row lock before its partitions go on alone.
-const lockTimeout = 2 * time.Second
+const lockTimeout = 500 * time.Millisecond
 
 func milliseconds(d time.Duration) string { return strconv.FormatInt(d.Milliseconds(), 10) }
 
@@ -23,9 +23,11 @@ func (f *flusher) flush(b *board) error {
 	now := time.Now()
 	entries := f.plan(b.pushes)
 	settles := f.onePerCursor(b.settles)
+	b.extends = merge(b.extends)
+	b.restores = f.oneRestore(b.restores)
 
 	// Parked pops whose partition is about to get something to deliver ride along.
-	claims := b.claims
+	claims := e.present(b.claims)
 	for _, n := range entries {
 		if n.row != nil && n.total > 0 && !b.again {
 			claims = e.park.ride(claims, Hint{Queue: n.queue.ID, Partition: n.row.ID})
@@ -137,6 +139,7 @@ func (f *flusher) flush(b *board) error {
 	}
 	for _, r := range b.restores {
 		hints = append(hints, Hint{Queue: r.queue, Group: r.group, Partition: r.partition})
+		close(r.done)
 	}
 	e.deliverClaims(lists, claimed)
 	for _, h := range hints {

@@ -36,6 +36,7 @@ type parkedGroup struct {
 	hinted    map[int64]bool
 	scanFrom  int64 // where the next look at the index begins
 	flushes   int
+	looks     int       // how often all its claims were sent to look: those on a flush then look again
 	indexed   time.Time // when the index last went first
 	used      time.Time
 	check     backoff
@@ -144,6 +145,11 @@ func (p *parking) idle(c *claim) {
 		g.hints = slices.DeleteFunc(g.hints, func(h int64) bool { return h == c.partition.ID })
 		p.mu.Unlock()
 		p.board(c, false)
+		return
+	}
+	if c.partition == nil && c.looks != g.looks {
+		p.mu.Unlock()
+		p.board(c, true)
 		return
 	}
 	if p.parked >= p.e.MaxParked {
@@ -323,6 +329,7 @@ func (p *parking) look(group int32) {
 	g := p.groups[group]
 	var claims []*claim
 	if g != nil {
+		g.looks++
 		claims = g.takeAll(p, len(g.idle))
 	}
 	for _, w := range p.watchers {
@@ -411,6 +418,9 @@ func (p *parking) prepare(l *list, want int, scan bool, now time.Time) (from int
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	g := p.group(l.group)
+	for _, c := range l.claims {
+		c.looks = g.looks
+	}
 	hints = l.hints
 	for len(hints) < want && len(g.hints) > 0 {
 		hints = append(hints, g.pop())

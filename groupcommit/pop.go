@@ -37,14 +37,29 @@ type Delivery struct {
 }
 
 // Release gives back what was not delivered: the leases end, or the cursors go back, as if the pop had not happened.
-// rest keeps the partitions from being claimed again for 5 seconds, because their data could not be read.
-func (d *Delivery) Release(rest bool) {
+func (d *Delivery) Release() { d.giveBack(nil) }
+
+// Unreadable is Release for messages that cannot be decoded, and waits until it has happened: the partition of the span
+// they are in rests for 5 seconds, so that it does not come up in every pop.
+func (d *Delivery) Unreadable(s *Span) {
+	timeout := time.After(connectTimeout)
+	for _, done := range d.giveBack(s) {
+		select {
+		case <-done:
+		case <-timeout:
+			return
+		}
+	}
+}
+
+func (d *Delivery) giveBack(rest *Span) (done []chan struct{}) {
 	for _, c := range d.claims {
 		c.mu.Lock()
 		spans := c.spans
 		c.mu.Unlock()
-		d.e.giveBack(c, spans, rest)
+		done = append(done, d.e.giveBack(c, spans, rest)...)
 	}
+	return done
 }
 
 // patience is how much longer than its timeout a pop waits for the flush its claim is on.
@@ -100,23 +115,46 @@ func (e *Engine) popQueue(ctx context.Context, p *Pop, deadline time.Time) (*Del
 // popGroup claims from any partition of a registered group.
 func (e *Engine) popGroup(ctx context.Context, p *Pop, q *catalog.Queue, g *catalog.Group, deadline time.Time) (*Delivery, error) {
 	seeded := g.Seeded()
-	for {
-		c := e.newClaim(p, q, g, newLease(g.ID), p.Batch, p.Partitions)
-		// While the group's cursors are being made, an empty answer means nothing yet.
-		c.wait = p.Wait > 0 && seeded == nil
-		d, err := e.await(ctx, c, deadline)
-		if d != nil || err != nil || seeded == nil {
-			return d, e.forgetGone(g, err)
-		}
-		select {
-		case <-seeded:
-			seeded = nil
-		case <-ctx.Done():
-			return nil, ctx.Err()
-		case <-e.draining:
-			return nil, nil
+	if seeded != nil { // mostly done in a moment, and then the first look is not in vain
+		if soon := time.Now().Add(seedMoment); p.Wait <= 0 || soon.Before(deadline) {
+			e.awaitSeeded(ctx, seeded, soon)
+		} else {
+			e.awaitSeeded(ctx, seeded, deadline)
 		}
 	}
+	for {
+		c := e.newClaim(p, q, g, newLease(g.ID), p.Batch, p.Partitions)
+		c.wait = p.Wait > 0 // each chunk of a new group's cursors wakes it
+		d, err := e.await(ctx, c, deadline)
+		if d != nil || err != nil || seeded == nil || c.wait {
+			return d, e.forgetGone(g, err)
+		}
+		// A first contact that does not wait: an empty answer means nothing yet, until the cursors are made.
+		if !e.awaitSeeded(ctx, seeded, time.Now().Add(seedPatience)) {
+			return nil, ctx.Err()
+		}
+		seeded = nil
+	}
+}
+
+// seedMoment is how long a first contact waits for all of its group's cursors before it looks at those there are.
+const seedMoment = 200 * time.Millisecond
+
+// seedPatience is how long a pop that does not wait waits for its group's cursors on first contact.
+const seedPatience = 3 * time.Second
+
+// awaitSeeded reports whether a group's cursors were made in time.
+func (e *Engine) awaitSeeded(ctx context.Context, seeded <-chan struct{}, deadline time.Time) bool {
+	timer := time.NewTimer(time.Until(deadline))
+	defer timer.Stop()
+	select {
+	case <-seeded:
+		return true
+	case <-timer.C:
+	case <-ctx.Done():
+	case <-e.draining:
+	}
+	return false
 }
 
 func (e *Engine) forgetGone(g *catalog.Group, err error) error {
@@ -147,7 +185,7 @@ func (e *Engine) await(ctx context.Context, c *claim, deadline time.Time) (*Deli
 		return nil, nil
 	}
 	// On a flush, or about to board one: a non-waiting pop stays for its answer, a waiting one for a little.
-	if c.wait {
+	if c.wait && !c.autoAck { // what autoAck moved for nobody would have to be moved back
 		timer.Reset(patience)
 	} else {
 		timer.Reset(e.StatementTimeout + 2*connectTimeout)
@@ -183,7 +221,7 @@ func (e *Engine) answer(ctx context.Context, c *claim) (*Delivery, error) {
 	}
 	d := &Delivery{Lease: c.lease, Spans: c.spans, claims: []*claim{c}, e: e}
 	if ctx.Err() != nil {
-		d.Release(false)
+		d.Release()
 		return nil, ctx.Err()
 	}
 	return d, nil
@@ -191,12 +229,8 @@ func (e *Engine) answer(ctx context.Context, c *claim) (*Delivery, error) {
 
 // popFilled holds a batch that is not full up to the queue's minPopWaitTime: nothing is leased meanwhile.
 func (e *Engine) popFilled(ctx context.Context, p *Pop, q *catalog.Queue, g *catalog.Group, hold time.Duration, deadline time.Time) (*Delivery, error) {
-	if seeded := g.Seeded(); seeded != nil {
-		select {
-		case <-seeded:
-		case <-ctx.Done():
-			return nil, ctx.Err()
-		}
+	if seeded := g.Seeded(); seeded != nil && !e.awaitSeeded(ctx, seeded, deadline) {
+		return nil, ctx.Err()
 	}
 	w := &watcher{queue: q.ID, group: g.Name}
 	if !e.park.watch(w) {
@@ -343,7 +377,8 @@ func (e *Engine) discover(ctx context.Context, p *Pop, lease uuid.UUID) (*Delive
 	}
 	budget, parts := p.Batch, max(p.Partitions, 1)
 	turn := e.park.turn(p.Scope, p.Group)
-	ready, err := e.Catalog.Ready(ctx, p.Scope, p.Group, turn, min(parts, 100))
+	// More than one may serve: others compete for the same groups.
+	ready, err := e.Catalog.Ready(ctx, p.Scope, p.Group, turn, min(max(parts, 16), 100))
 	if err != nil {
 		return nil, e.Unavailable(err)
 	}
@@ -352,7 +387,7 @@ func (e *Engine) discover(ctx context.Context, p *Pop, lease uuid.UUID) (*Delive
 		e.park.turned(p.Scope, p.Group, r.ID)
 		q, err := e.queue(ctx, r.Name)
 		if err != nil {
-			whole.Release(false)
+			whole.Release()
 			return nil, err
 		}
 		if q.ID != r.QueueID {
@@ -365,7 +400,7 @@ func (e *Engine) discover(ctx context.Context, p *Pop, lease uuid.UUID) (*Delive
 			continue
 		}
 		if err != nil {
-			whole.Release(false)
+			whole.Release()
 			return nil, err
 		}
 		if d == nil {

@@ -24,8 +24,9 @@ type Push struct {
 	Results []Pushed
 	Err     error
 
-	keys []byte // 16 bytes a message, or empty when no message brings its own id
-	all  *sync.WaitGroup
+	bytes int
+	keys  []byte // 16 bytes a message, or empty when no message brings its own id
+	all   *sync.WaitGroup
 }
 
 // Pushed is what became of a message: its id, or that of the message it repeats.
@@ -93,7 +94,14 @@ func (p *Push) hash(h segment.Hasher) {
 }
 
 func (e *Engine) boardPush(p *Push) {
-	ok := e.dock.enter(p.Partition.Lane, func(b *board) { b.pushes = append(b.pushes, p) })
+	p.bytes = 0
+	for i := range p.Messages {
+		p.bytes += len(p.Messages[i].Payload) + len(p.Messages[i].TransactionID)
+	}
+	ok := e.dock.enter(p.Partition.Lane, func(b *board) {
+		b.pushes = append(b.pushes, p)
+		b.bytes += p.bytes
+	})
 	if !ok {
 		p.finish(e, ErrClosed)
 	}
@@ -275,7 +283,6 @@ func (n *entry) stored(e *Engine) {
 		}
 	}
 	n.partition.SeenTail(n.base + n.total)
-	e.seenClock(n.createdAt)
 	for _, p := range n.pushes {
 		p.finish(e, nil)
 	}

@@ -292,7 +292,7 @@ func (r *run) handle(rnd *rand.Rand, p *groupcommit.Pop, d *delivered, got time.
 			one := *d.Delivery
 			start := time.Now()
 			if len(order) == 1 {
-				one.Release(false)
+				one.Release()
 				r.h.add(settled{start: start, end: time.Now(), partition: ms[0].queue + "/" + ms[0].partition, group: p.Group, lease: d.Lease.String(), ends: true, committed: -1})
 				continue
 			}

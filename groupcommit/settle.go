@@ -154,6 +154,37 @@ type restore struct {
 	partition  int64
 	start, end int64
 	rest       bool
+	lane       uint64
+	tries      int
+	done       chan struct{}
+}
+
+func (e *Engine) boardRestore(r *restore) {
+	if !e.dock.enter(r.lane, func(b *board) { b.restores = append(b.restores, r) }) {
+		close(r.done)
+	}
+}
+
+// oneRestore keeps one restore per cursor, that of the last claim: the others can only be undone after it.
+func (f *flusher) oneRestore(rs []*restore) []*restore {
+	if len(rs) < 2 {
+		return rs
+	}
+	last := make(map[cursorKey]*restore, len(rs))
+	for _, r := range rs {
+		if k := (cursorKey{r.group, r.partition}); last[k] == nil || last[k].end < r.end {
+			last[k] = r
+		}
+	}
+	kept := rs[:0:0]
+	for _, r := range rs {
+		if last[cursorKey{r.group, r.partition}] == r {
+			kept = append(kept, r)
+			continue
+		}
+		f.e.boardRestore(r)
+	}
+	return kept
 }
 
 func restoreParams(rs []*restore) (p db.RestoreCursorsParams) {
@@ -174,12 +205,45 @@ type extend struct {
 	lease     uuid.UUID
 	seconds   int32
 
+	also  []*extend // the same lease on the same cursor: one row cannot be updated twice in one statement
 	until time.Time // zero: the lease had ended
 	err   error
 	done  chan struct{}
 }
 
-func (x *extend) finish(err error) { x.err = err; close(x.done) }
+func (x *extend) finish(err error) {
+	for _, y := range x.also {
+		y.until = x.until
+		y.finish(err)
+	}
+	x.also = nil
+	x.err = err
+	close(x.done)
+}
+
+// merge joins extends of one lease on one cursor: the longest counts, for all of them.
+func merge(extends []*extend) []*extend {
+	if len(extends) < 2 {
+		return extends
+	}
+	type key struct {
+		cursorKey
+		lease uuid.UUID
+	}
+	seen := make(map[key]*extend, len(extends))
+	kept := extends[:0:0]
+	for _, x := range extends {
+		k := key{cursorKey{x.group, x.partition}, x.lease}
+		if first := seen[k]; first != nil {
+			first.seconds = max(first.seconds, x.seconds)
+			first.also = append(first.also, x)
+			continue
+		}
+		seen[k] = x
+		kept = append(kept, x)
+	}
+	return kept
+}
 
 func extendParams(xs []*extend) (p db.ExtendLeasesParams) {
 	for i, x := range xs {

@@ -10,7 +10,6 @@ import (
 
 	"ferrymq/catalog"
 	"ferrymq/db"
-	"ferrymq/dedup"
 	"ferrymq/segment"
 )
 
@@ -74,10 +73,30 @@ func (e *Engine) runSide(key partitionKey, s *side) {
 	}
 }
 
+// sideLockTimeout is how long a side lane waits for a lock before it lets another one have its connection for a moment.
+const sideLockTimeout = 2 * time.Second
+
 // alone runs fn in a transaction with its own connection, again after a deadlock, and turns errors into this package's.
 func (e *Engine) alone(fn func(ctx context.Context, q *db.Queries) error) error {
-	e.sideRoom <- struct{}{}
-	defer func() { <-e.sideRoom }()
+	began := time.Now()
+	for {
+		room := time.NewTimer(connectTimeout)
+		select {
+		case e.sideRoom <- struct{}{}:
+			room.Stop()
+		case <-room.C:
+			return ErrNoConnection
+		}
+		err := e.alongside(fn)
+		<-e.sideRoom
+		if !db.IsLockTimeout(err) || time.Since(began) > e.StatementTimeout {
+			return err
+		}
+		// Blocked: others get the room meanwhile.
+	}
+}
+
+func (e *Engine) alongside(fn func(ctx context.Context, q *db.Queries) error) error {
 	ctx, cancel := context.WithTimeout(context.Background(), e.StatementTimeout+connectTimeout)
 	defer cancel()
 	for again := false; ; again = true {
@@ -96,8 +115,7 @@ func (e *Engine) alone(fn func(ctx context.Context, q *db.Queries) error) error 
 			}
 			defer tx.Rollback(ctx)
 			q := e.q.WithTx(tx)
-			// A side lane may wait as long as a statement may run: that is what it is for.
-			if err := q.FlushSettings(ctx, e.settings(e.StatementTimeout)); err != nil {
+			if err := q.FlushSettings(ctx, e.settings(sideLockTimeout)); err != nil {
 				return err
 			}
 			if err := fn(ctx, q); err != nil {
@@ -283,14 +301,8 @@ func (e *Engine) confirm(ctx context.Context, q *db.Queries, n *entry) (map[segm
 			continue
 		}
 		hits, _, ok := e.dedup.Look(n.row.ID, since, p.keys, nil)
-		if !ok {
-			// The memory is too small for this window: everything inside it is a place to look.
-			hits = hits[:0]
-			for i := range p.Messages {
-				if p.Messages[i].TransactionID != "" {
-					hits = append(hits, dedup.Hit{Index: i, From: 0, To: 1<<62 - 1})
-				}
-			}
+		if !ok { // the memory is too small for this window
+			return known, e.confirmAll(ctx, q, n, known)
 		}
 		for _, h := range hits {
 			k := segment.Key(p.keys[16*h.Index:])
@@ -310,6 +322,33 @@ func (e *Engine) confirm(ctx context.Context, q *db.Queries, n *entry) (map[segm
 		}
 	}
 	return known, nil
+}
+
+// confirmAll reads the keys of the whole window, once, for all pushes of the entry.
+func (e *Engine) confirmAll(ctx context.Context, q *db.Queries, n *entry, known map[segment.Key]uuid.UUID) error {
+	wanted := make(map[segment.Key]bool)
+	for _, p := range n.pushes {
+		for i := 0; i < len(p.keys); i += len(segment.Key{}) {
+			wanted[segment.Key(p.keys[i:])] = true
+		}
+	}
+	delete(wanted, segment.Key{})
+	start, err := q.DedupStart(ctx, db.DedupStartParams{ID: n.row.ID, Since: n.since(e)})
+	if err != nil {
+		return err
+	}
+	rows, err := q.SegmentKeys(ctx, db.SegmentKeysParams{PartitionID: n.row.ID, FromOffset: start.StartOffset})
+	if err != nil {
+		return err
+	}
+	for _, r := range rows {
+		for i := range int(r.Count) {
+			if k := segment.KeyAt(r.Keys, i); wanted[k] {
+				known[k] = segment.ID(r.FirstID, i)
+			}
+		}
+	}
+	return nil
 }
 
 // sideSettle applies one settle in its own transaction, waiting for locks as long as a statement may.

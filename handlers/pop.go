@@ -193,7 +193,7 @@ func (a *API) pop(w http.ResponseWriter, r *request, p *groupcommit.Pop) error {
 	switch {
 	case r.Context().Err() != nil:
 		if d != nil {
-			d.Release(false)
+			d.Release()
 		}
 		return r.Context().Err()
 	case errors.Is(err, groupcommit.ErrOverloaded):
@@ -206,20 +206,20 @@ func (a *API) pop(w http.ResponseWriter, r *request, p *groupcommit.Pop) error {
 		w.WriteHeader(http.StatusNoContent)
 		return nil
 	}
-	body, err := appendDelivery(r.engine.Keys, p, d)
+	body, damaged, err := appendDelivery(r.engine.Keys, p, d)
 	if err != nil {
-		a.Log.Error("stored messages cannot be read", "queue", d.Spans[0].Queue.Name, "partition", d.Spans[0].Partition.Name, "error", err)
-		d.Release(true)
+		a.Log.Error("stored messages cannot be read", "queue", damaged.Queue.Name, "partition", damaged.Partition.Name, "error", err)
+		d.Unreadable(damaged)
 		return failed("decryption failed")
 	}
 	if r.Context().Err() != nil || a.write(w, http.StatusOK, body) != nil {
-		d.Release(false)
+		d.Release()
 	}
 	return nil
 }
 
-// appendDelivery builds the answer straight from the segments: payloads are copied, never parsed.
-func appendDelivery(keys *segment.Keys, p *groupcommit.Pop, d *groupcommit.Delivery) ([]byte, error) {
+// appendDelivery builds the answer straight from the segments: payloads are copied, never parsed. With an error it names the span it is in.
+func appendDelivery(keys *segment.Keys, p *groupcommit.Pop, d *groupcommit.Delivery) (body []byte, damaged *groupcommit.Span, err error) {
 	size := 512
 	for _, s := range d.Spans {
 		for _, g := range s.Segments {
@@ -253,7 +253,7 @@ func appendDelivery(keys *segment.Keys, p *groupcommit.Pop, d *groupcommit.Deliv
 			from, to := int(max(s.Start-g.Base, 0)), int(min(s.Start+s.Take-g.Base, int64(g.Count)))
 			open, err := segment.DecodeRange(keys, g.Codec, g.KeyNo, g.FirstID, int(g.Count), g.Frames, from, to)
 			if err != nil {
-				return nil, err
+				return nil, s, err
 			}
 			for n := from; n < to; n++ {
 				if comma {
@@ -266,7 +266,7 @@ func appendDelivery(keys *segment.Keys, p *groupcommit.Pop, d *groupcommit.Deliv
 		}
 	}
 	b = strconv.AppendInt(append(b, `],"partitionsClaimed":`...), int64(len(d.Spans)), 10)
-	return append(b, '}'), nil
+	return append(b, '}'), nil, nil
 }
 
 func appendMessage(b []byte, open *segment.Decoded, n int, createdAt time.Time) []byte {

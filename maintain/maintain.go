@@ -98,11 +98,12 @@ func (m *Maintainer) beat() {
 	m.every(beatEvery, nil, func(ctx context.Context) error {
 		ctx, cancel := context.WithTimeout(ctx, 5*time.Second)
 		defer cancel()
-		others, err := m.q.BrokerBeat(ctx, db.BrokerBeatParams{ID: m.id, Name: m.Name})
+		beat, err := m.q.BrokerBeat(ctx, db.BrokerBeatParams{ID: m.id, Name: m.Name})
 		if err != nil {
 			return err
 		}
-		m.Bus.Others(others > 0)
+		m.Bus.Others(beat.Others > 0)
+		m.Engine.SetNow(beat.Now)
 		if time.Since(refreshed) > forgetAfter {
 			m.Engine.Catalog.ForgetAll()
 		}

@@ -5,7 +5,7 @@ with beat as (
     on conflict (id) do update set seen_at = clock_timestamp()
     returning id
 )
-select count(*)::bigint as others from ferrymq.brokers b
+select count(*)::bigint as others, clock_timestamp()::timestamptz as now from ferrymq.brokers b
 where b.id <> @id::uuid and b.seen_at > clock_timestamp() - interval '10 seconds';
 
 -- name: BrokerLeave :exec
