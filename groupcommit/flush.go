@@ -145,6 +145,11 @@ func (f *flusher) flush(b *board) error {
 	for _, h := range hints {
 		e.park.hint(h, lists)
 	}
+	for _, s := range settles {
+		if s.missed && s.Released {
+			e.park.left(s.group, s.row.ID) // what came meanwhile, the claims of this flush may not have seen either
+		}
+	}
 	if tell = append(tell, hints...); len(tell) > 0 && e.Announce != nil {
 		e.Announce(tell)
 	}

@@ -93,7 +93,7 @@ func (s *settle) apply(e *Engine, r db.SettleCursorsRow) {
 // the batch, which holds hints back until it hears that the lease has ended.
 func (s *settle) hint() (h Hint, here, ok bool) {
 	ended := s.Applied && s.Outcome != outNeedCopy && s.Released && s.DueMs < 0
-	here = ended && (s.Pending || s.missed)
+	here = ended && s.Pending
 	return Hint{Queue: s.group.QueueID, Group: s.group.ID, Partition: s.row.ID}, here, here || (ended && s.foreign)
 }
 

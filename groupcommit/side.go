@@ -381,6 +381,9 @@ func (e *Engine) sideSettle(s *settle) {
 		} else if ok && e.Announce != nil {
 			e.Announce([]Hint{h})
 		}
+		if s.missed && s.Released {
+			e.park.left(s.group, s.row.ID)
+		}
 	}
 	s.finish(nil)
 }
