@@ -425,7 +425,8 @@ func TestClose(t *testing.T) {
 			t.Error("a drained pop got something")
 		}
 	}
-	if took := time.Since(began); took > 2*time.Second {
+	// A pop that rides with an operation on the locked partition comes back with it, after the lock timeout.
+	if took := time.Since(began); took > 5*time.Second {
 		t.Errorf("draining took %v", took)
 	}
 	if d := b.pop(wide(q, "g", 1, 1, time.Minute)); d != nil {

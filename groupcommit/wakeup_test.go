@@ -13,9 +13,13 @@ import (
 
 // All tests here run with re-checks a minute apart: a wakeup that is lost shows as a pop that gets nothing soon.
 
+// rounds is how often a loop runs: thousands of times, unless time is short or the race detector makes each one slow.
 func rounds(n int) int {
-	if testing.Short() {
+	switch {
+	case testing.Short():
 		return n / 10
+	case racing:
+		return n / 4
 	}
 	return n
 }
@@ -34,22 +38,22 @@ func TestWakeups(t *testing.T) {
 		keyed               bool
 		twoBrokersPushInRow bool
 	}{
-		{name: "wide", brokers: 1, make: func() *groupcommit.Pop { return wide(q, "g", 10, 1, soon) }, rounds: 2000},
-		{name: "route", brokers: 1, make: func() *groupcommit.Pop { return route(q, "p", "g", 10, soon) }, rounds: 2000},
-		{name: "queue mode", brokers: 1, make: func() *groupcommit.Pop { return wide(q, catalog.QueueMode, 10, 1, soon) }, rounds: 500},
-		{name: "route of a group that is not registered", brokers: 1, make: func() *groupcommit.Pop { return route(q, "p", catalog.QueueMode, 10, soon) }, rounds: 500},
-		{name: "discovery", brokers: 1, make: func() *groupcommit.Pop { return discovery("wake", "g", 10, soon) }, rounds: 1000},
-		{name: "auto", brokers: 1, make: func() *groupcommit.Pop { return auto(wide(q, "g", 10, 1, soon)) }, rounds: 1000},
-		{name: "retried", brokers: 1, make: func() *groupcommit.Pop { return wide(q, "g", 10, 1, soon) }, rounds: 1000, status: groupcommit.Retry},
-		{name: "failed", brokers: 1, make: func() *groupcommit.Pop { return wide(q, "g", 10, 1, soon) }, rounds: 500, status: groupcommit.Failed},
+		{name: "wide", brokers: 1, make: func() *groupcommit.Pop { return wide(q, "g", 10, 1, soon) }, rounds: 1500},
+		{name: "route", brokers: 1, make: func() *groupcommit.Pop { return route(q, "p", "g", 10, soon) }, rounds: 1500},
+		{name: "queue mode", brokers: 1, make: func() *groupcommit.Pop { return wide(q, catalog.QueueMode, 10, 1, soon) }, rounds: 400},
+		{name: "route of a group that is not registered", brokers: 1, make: func() *groupcommit.Pop { return route(q, "p", catalog.QueueMode, 10, soon) }, rounds: 400},
+		{name: "discovery", brokers: 1, make: func() *groupcommit.Pop { return discovery("wake", "g", 10, soon) }, rounds: 400},
+		{name: "auto", brokers: 1, make: func() *groupcommit.Pop { return auto(wide(q, "g", 10, 1, soon)) }, rounds: 400},
+		{name: "retried", brokers: 1, make: func() *groupcommit.Pop { return wide(q, "g", 10, 1, soon) }, rounds: 300, status: groupcommit.Retry},
+		{name: "failed", brokers: 1, make: func() *groupcommit.Pop { return wide(q, "g", 10, 1, soon) }, rounds: 300, status: groupcommit.Failed},
 		{name: "keyed", brokers: 1, make: func() *groupcommit.Pop { return wide(q, "g", 10, 1, soon) }, rounds: 500, keyed: true, status: groupcommit.Retry},
-		{name: "pushed elsewhere", brokers: 2, push: 1, make: func() *groupcommit.Pop { return wide(q, "g", 10, 1, soon) }, rounds: 1000},
-		{name: "pushed elsewhere, route", brokers: 2, push: 1, make: func() *groupcommit.Pop { return route(q, "p", "g", 10, soon) }, rounds: 1000},
-		{name: "pushed elsewhere, discovery", brokers: 2, push: 1, make: func() *groupcommit.Pop { return discovery("wake", "g", 10, soon) }, rounds: 500},
-		{name: "acknowledged elsewhere", brokers: 2, ack: 1, make: func() *groupcommit.Pop { return wide(q, "g", 10, 1, soon) }, rounds: 1000},
-		{name: "acknowledged elsewhere, route", brokers: 2, ack: 1, make: func() *groupcommit.Pop { return route(q, "p", "g", 10, soon) }, rounds: 500},
-		{name: "retried elsewhere", brokers: 2, ack: 1, make: func() *groupcommit.Pop { return wide(q, "g", 10, 1, soon) }, rounds: 500, status: groupcommit.Retry},
-		{name: "pushed and acknowledged elsewhere", brokers: 2, ack: 1, push: 1, make: func() *groupcommit.Pop { return wide(q, "g", 10, 1, soon) }, rounds: 1000},
+		{name: "pushed elsewhere", brokers: 2, push: 1, make: func() *groupcommit.Pop { return wide(q, "g", 10, 1, soon) }, rounds: 400},
+		{name: "pushed elsewhere, route", brokers: 2, push: 1, make: func() *groupcommit.Pop { return route(q, "p", "g", 10, soon) }, rounds: 400},
+		{name: "pushed elsewhere, discovery", brokers: 2, push: 1, make: func() *groupcommit.Pop { return discovery("wake", "g", 10, soon) }, rounds: 400},
+		{name: "acknowledged elsewhere", brokers: 2, ack: 1, make: func() *groupcommit.Pop { return wide(q, "g", 10, 1, soon) }, rounds: 400},
+		{name: "acknowledged elsewhere, route", brokers: 2, ack: 1, make: func() *groupcommit.Pop { return route(q, "p", "g", 10, soon) }, rounds: 400},
+		{name: "retried elsewhere", brokers: 2, ack: 1, make: func() *groupcommit.Pop { return wide(q, "g", 10, 1, soon) }, rounds: 300, status: groupcommit.Retry},
+		{name: "pushed and acknowledged elsewhere", brokers: 2, ack: 1, push: 1, make: func() *groupcommit.Pop { return wide(q, "g", 10, 1, soon) }, rounds: 400},
 		{name: "keyed, pushed by both", brokers: 2, ack: 1, make: func() *groupcommit.Pop { return wide(q, "g", 10, 1, soon) }, rounds: 300, keyed: true, twoBrokersPushInRow: true, status: groupcommit.Retry},
 	} {
 		t.Run(c.name, func(t *testing.T) {
@@ -188,7 +192,7 @@ func TestWakeRest(t *testing.T) {
 			b := together(t, 1, setup{recheck: slow})[0]
 			b.push(q, "p", item{payload: `"0"`})
 			b.finish("g", b.need(wide(q, "g", 10, 1, 0), "0"))
-			for n := range rounds(300) {
+			for n := range rounds(150) {
 				ctx, cancel := context.WithCancel(t.Context())
 				p := wide(q, "g", 10, 1, soon)
 				p.AutoAck = automatic
@@ -218,7 +222,7 @@ func TestWakeRest(t *testing.T) {
 	t.Run("new partitions", func(t *testing.T) {
 		t.Parallel()
 		bs := together(t, 2, setup{recheck: slow})
-		for n := range rounds(300) {
+		for n := range rounds(150) {
 			p := fmt.Sprint("p", n)
 			for i, pop := range []*groupcommit.Pop{wide(q, "g", 10, 1, soon), route(q, p, catalog.QueueMode, 10, soon), discovery("rest", "h", 10, soon)} {
 				w := bs[0].goPop(pop)
@@ -313,7 +317,7 @@ func TestWakeFirstContact(t *testing.T) {
 	t.Parallel()
 	const q = "first.q"
 	bs := together(t, 2, setup{recheck: slow})
-	for n := range rounds(400) {
+	for n := range rounds(150) {
 		g := fmt.Sprint("g", n)
 		for p := range 2 {
 			go bs[(n+p)%2].tryPush(context.Background(), q, fmt.Sprint("p", n%50, p), item{payload: `"x"`})
