@@ -114,10 +114,11 @@ type Catalog struct {
 
 	firsts singleflight.Group // first uses of a name: one of many callers creates, the others get its result
 
-	mu      sync.Mutex
-	seeds   map[int32]*seeding
-	stop    context.Context
-	working sync.WaitGroup
+	mu       sync.Mutex
+	seeds    map[int32]*seeding
+	seedRoom chan struct{} // seeders at work
+	stop     context.Context
+	working  sync.WaitGroup
 }
 
 // How many entries the caches hold at most, in two generations each: about 60 MB when all are full.
@@ -139,6 +140,7 @@ func New(stop context.Context, pool *pgxpool.Pool, project int32, onSeed func(gr
 		met:        newCache[pair, struct{}](maxPartitions),
 		discovered: newCache[discovery, Start](maxGroups),
 		seeds:      make(map[int32]*seeding),
+		seedRoom:   make(chan struct{}, 2),
 	}
 }
 

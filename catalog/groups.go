@@ -123,6 +123,11 @@ func (c *Catalog) seed(g *Group) *seeding {
 	c.working.Add(1)
 	go func() {
 		defer c.working.Done()
+		select {
+		case c.seedRoom <- struct{}{}:
+			defer func() { <-c.seedRoom }()
+		case <-c.stop.Done():
+		}
 		for wait := 50 * time.Millisecond; ; wait = min(2*wait, 2*time.Second) {
 			err := c.Seed(c.stop, g.ID)
 			if err == nil || c.stop.Err() != nil {

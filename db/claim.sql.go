@@ -15,10 +15,11 @@ import (
 const ClaimPartitions = `-- name: ClaimPartitions :many
 with list as materialized (
     select l.list_no::int as list_no, g.group_id, g.lease_time, g.delayed_processing, g.window_buffer,
-           l.from_partition::bigint as from_partition, l.scan::boolean as scan, l.index_first::boolean as index_first, l.want::bigint as want, l.slots::int as slots
+           l.from_partition::bigint as from_partition, l.scan::boolean as scan, l.index_first::boolean as index_first, l.want::bigint as want, l.slots::int as slots,
+           l.frames::boolean as frames
     from rows from (unnest($1::int[]), unnest($2::int[]), unnest($3::bigint[]), unnest($4::boolean[]),
-                    unnest($5::boolean[]), unnest($6::bigint[]), unnest($7::int[]))
-         as l (list_no, group_id, from_partition, scan, index_first, want, slots)
+                    unnest($5::boolean[]), unnest($6::bigint[]), unnest($7::int[]), unnest($8::boolean[]))
+         as l (list_no, group_id, from_partition, scan, index_first, want, slots, frames)
     cross join lateral (
         select x.id as group_id, q.lease_time, q.delayed_processing, q.window_buffer
         from ferrymq.groups x
@@ -27,7 +28,7 @@ with list as materialized (
         offset 0) g
 ), hinted as materialized (
     select l.list_no, c.group_id, c.partition_id, c.committed, h.n
-    from rows from (unnest($8::int[]), unnest($9::bigint[])) with ordinality as h (list_no, partition_id, n)
+    from rows from (unnest($9::int[]), unnest($10::bigint[])) with ordinality as h (list_no, partition_id, n)
     join list l on l.list_no = h.list_no::int
     join ferrymq.cursors c on c.group_id = l.group_id and c.partition_id = h.partition_id::bigint
     where c.pending
@@ -74,7 +75,7 @@ with list as materialized (
     ) u
     order by u.group_id, u.partition_id, u.list_no, u.source
 ), looked as materialized (
-    select k.list_no, k.group_id, k.partition_id, k.source, k.place, k.committed, l.index_first, l.slots, l.lease_time,
+    select k.list_no, k.group_id, k.partition_id, k.source, k.place, k.committed, l.index_first, l.slots, l.lease_time, l.frames,
            p.public_id, p.name, p.next_offset, greatest(k.committed, p.first_offset)::bigint as start_offset,
            case when l.window_buffer > 0 and p.last_push_at > clock_timestamp() - l.window_buffer * interval '1 second' then 0
                 when l.delayed_processing > 0 then (
@@ -88,25 +89,41 @@ with list as materialized (
     join list l on l.list_no = k.list_no
     join ferrymq.partitions p on p.id = k.partition_id
 ), numbered as (
-    select k.list_no, k.group_id, k.partition_id, k.source, k.place, k.committed, k.index_first, k.slots, k.lease_time, k.public_id, k.name, k.next_offset, k.start_offset, k.available, k.window_buffer, k.delayed_processing, k.last_push_at, row_number() over (partition by k.list_no order by case when k.index_first and k.source = 1 then 9 else k.source end, k.place) - 1 as nth
+    select k.list_no, k.group_id, k.partition_id, k.source, k.place, k.committed, k.index_first, k.slots, k.lease_time, k.frames, k.public_id, k.name, k.next_offset, k.start_offset, k.available, k.window_buffer, k.delayed_processing, k.last_push_at, row_number() over (partition by k.list_no order by case when k.index_first and k.source = 1 then 9 else k.source end, k.place) - 1 as nth
     from looked k
     where k.available > 0
 ), slot as materialized (
     select s.slot_no::int as slot_no, s.list_no::int as list_no, s.nth::int as nth, s.lease_id::uuid as lease_id, s.budget::bigint as budget,
            s.parts::bigint as parts, s.lease_seconds::int as lease_seconds, s.auto_ack::boolean as auto_ack, s.discovery::boolean as discovery
-    from rows from (unnest($10::int[]), unnest($11::int[]), unnest($12::int[]), unnest($13::uuid[]), unnest($14::bigint[]),
-                    unnest($15::bigint[]), unnest($16::int[]), unnest($17::boolean[]), unnest($18::boolean[]))
+    from rows from (unnest($11::int[]), unnest($12::int[]), unnest($13::int[]), unnest($14::uuid[]), unnest($15::bigint[]),
+                    unnest($16::bigint[]), unnest($17::int[]), unnest($18::boolean[]), unnest($19::boolean[]))
          as s (slot_no, list_no, nth, lease_id, budget, parts, lease_seconds, auto_ack, discovery)
 ), dealt as (
-    select n.list_no, n.group_id, n.partition_id, n.public_id, n.name, n.start_offset, n.next_offset, n.lease_time, n.nth,
+    select n.list_no, n.group_id, n.partition_id, n.public_id, n.name, n.start_offset, n.next_offset, n.lease_time, n.nth, n.frames,
            s.slot_no, s.lease_id, s.budget, s.lease_seconds, s.auto_ack, s.discovery, n.available,
            coalesce(sum(n.available) over (partition by n.list_no, s.nth order by n.nth rows between unbounded preceding and 1 preceding), 0) as used
     from numbered n
     join slot s on s.list_no = n.list_no and s.nth = n.nth % n.slots and n.nth / n.slots < s.parts
 ), taken as materialized (
-    select d.list_no, d.group_id, d.partition_id, d.public_id, d.name, d.start_offset, d.next_offset, d.lease_time, d.nth, d.slot_no, d.lease_id, d.budget, d.lease_seconds, d.auto_ack, d.discovery, d.available, d.used, least(d.available, d.budget - d.used)::bigint as take, case when d.lease_seconds > 0 then d.lease_seconds else d.lease_time end as seconds
-    from dealt d
-    where d.used < d.budget
+    -- A span ends before the segment that would make it too large to hold in memory.
+    select d.list_no, d.group_id, d.partition_id, d.public_id, d.name, d.start_offset, d.next_offset, d.lease_time, d.nth, d.frames, d.slot_no, d.lease_id, d.budget, d.lease_seconds, d.auto_ack, d.discovery, d.available, d.used, d.wanted, d.seconds, least(d.wanted, b.stop - d.start_offset)::bigint as take
+    from (
+        select e.list_no, e.group_id, e.partition_id, e.public_id, e.name, e.start_offset, e.next_offset, e.lease_time, e.nth, e.frames, e.slot_no, e.lease_id, e.budget, e.lease_seconds, e.auto_ack, e.discovery, e.available, e.used, least(e.available, e.budget - e.used)::bigint as wanted, case when e.lease_seconds > 0 then e.lease_seconds else e.lease_time end as seconds
+        from dealt e
+        where e.used < e.budget
+    ) d
+    cross join lateral (
+        select min(x.base_offset) as stop
+        from (
+            select g.base_offset, sum(octet_length(g.frames)) over (order by g.base_offset) - octet_length(g.frames) as before
+            from ferrymq.segments g
+            where d.wanted > 1 and g.partition_id = d.partition_id
+              and g.base_offset >= (select b.base_offset from ferrymq.segments b where b.partition_id = d.partition_id and b.base_offset <= d.start_offset
+                                    order by b.base_offset desc limit 1)
+              and g.base_offset < d.start_offset + d.wanted
+        ) x
+        where x.before > $20::bigint
+    ) b
 ), drained as materialized (
     -- Cleared only under the partition's lock, with the tail read under it, who holds that lock marks again or has drained it himself.
     select p.id, k.group_id
@@ -163,7 +180,7 @@ with list as materialized (
     group by x.list_no
     union all
     select t.list_no, 0, 0, 0, 0, -1, t.slot_no, t.nth, t.partition_id, t.public_id, t.name, t.start_offset, t.take, t.next_offset, t.seconds * 1000::bigint,
-           s.base_offset, s.count, s.key_no, s.codec, s.created_at, s.first_id, s.keys, s.frames
+           s.base_offset, s.count, s.key_no, s.codec, s.created_at, s.first_id, s.keys, case when t.frames then s.frames end
     from taken t
     cross join lateral (
         select g.base_offset, g.count, g.key_no, g.codec, g.created_at, g.first_id, g.keys, g.frames
@@ -191,6 +208,7 @@ type ClaimPartitionsParams struct {
 	ListIndexFirsts []bool
 	ListWants       []int64
 	ListSlots       []int32
+	ListFrames      []bool
 	HintLists       []int32
 	HintPartitions  []int64
 	SlotNos         []int32
@@ -202,6 +220,7 @@ type ClaimPartitionsParams struct {
 	SlotSeconds     []int32
 	SlotAutoAcks    []bool
 	SlotDiscoveries []bool
+	SpanBytes       int64
 }
 
 type ClaimPartitionsRow struct {
@@ -233,6 +252,7 @@ type ClaimPartitionsRow struct {
 // A list is one pool of candidates: a group (scan), or one partition of a group (hints only). Lists of single partitions come first.
 // Candidates are dealt to the slots of a list in turn, so that no slot goes empty while another takes two.
 // Every list of a live group first returns a row without a slot: seen = candidates looked at, stale = those that had nothing to deliver.
+// frames false: the caller has the frames of most segments already and fetches the others.
 // A claim never waits: rows that another session holds are passed over, and the holder wakes whom it leaves work for.
 func (q *Queries) ClaimPartitions(ctx context.Context, arg ClaimPartitionsParams) ([]ClaimPartitionsRow, error) {
 	rows, err := q.db.Query(ctx, ClaimPartitions,
@@ -243,6 +263,7 @@ func (q *Queries) ClaimPartitions(ctx context.Context, arg ClaimPartitionsParams
 		arg.ListIndexFirsts,
 		arg.ListWants,
 		arg.ListSlots,
+		arg.ListFrames,
 		arg.HintLists,
 		arg.HintPartitions,
 		arg.SlotNos,
@@ -254,6 +275,7 @@ func (q *Queries) ClaimPartitions(ctx context.Context, arg ClaimPartitionsParams
 		arg.SlotSeconds,
 		arg.SlotAutoAcks,
 		arg.SlotDiscoveries,
+		arg.SpanBytes,
 	)
 	if err != nil {
 		return nil, err

@@ -299,11 +299,12 @@ type list struct {
 	want       int64 // 0: the sum of the slots' parts
 	hints      []int64
 	slots      []slot
+	noFrames   bool
 }
 
 func claims(lists ...list) db.ClaimPartitionsParams {
 	p := db.ClaimPartitionsParams{ListNos: []int32{}, ListGroups: []int32{}, ListFroms: []int64{}, ListScans: []bool{}, ListIndexFirsts: []bool{},
-		ListWants: []int64{}, ListSlots: []int32{}, HintLists: []int32{}, HintPartitions: []int64{}, SlotNos: []int32{}, SlotLists: []int32{},
+		ListWants: []int64{}, ListSlots: []int32{}, ListFrames: []bool{}, SpanBytes: 1 << 30, HintLists: []int32{}, HintPartitions: []int64{}, SlotNos: []int32{}, SlotLists: []int32{},
 		SlotNths: []int32{}, SlotLeases: []uuid.UUID{}, SlotBudgets: []int64{}, SlotParts: []int64{}, SlotSeconds: []int32{},
 		SlotAutoAcks: []bool{}, SlotDiscoveries: []bool{}}
 	for no, l := range lists {
@@ -331,6 +332,7 @@ func claims(lists ...list) db.ClaimPartitionsParams {
 		p.ListIndexFirsts = append(p.ListIndexFirsts, l.indexFirst)
 		p.ListWants = append(p.ListWants, want)
 		p.ListSlots = append(p.ListSlots, int32(len(l.slots)))
+		p.ListFrames = append(p.ListFrames, !l.noFrames)
 		for _, h := range l.hints {
 			p.HintLists = append(p.HintLists, int32(no))
 			p.HintPartitions = append(p.HintPartitions, h)

@@ -196,6 +196,43 @@ func (q *Queries) SegmentAt(ctx context.Context, arg SegmentAtParams) (SegmentAt
 	return i, err
 }
 
+const SegmentFrames = `-- name: SegmentFrames :many
+select s.partition_id, s.base_offset, s.frames
+from rows from (unnest($1::bigint[]), unnest($2::bigint[])) as t (partition_id, base_offset)
+join ferrymq.segments s on s.partition_id = t.partition_id::bigint and s.base_offset = t.base_offset::bigint
+`
+
+type SegmentFramesParams struct {
+	PartitionIds []int64
+	BaseOffsets  []int64
+}
+
+type SegmentFramesRow struct {
+	PartitionID int64
+	BaseOffset  int64
+	Frames      []byte
+}
+
+func (q *Queries) SegmentFrames(ctx context.Context, arg SegmentFramesParams) ([]SegmentFramesRow, error) {
+	rows, err := q.db.Query(ctx, SegmentFrames, arg.PartitionIds, arg.BaseOffsets)
+	if err != nil {
+		return nil, err
+	}
+	defer rows.Close()
+	var items []SegmentFramesRow
+	for rows.Next() {
+		var i SegmentFramesRow
+		if err := rows.Scan(&i.PartitionID, &i.BaseOffset, &i.Frames); err != nil {
+			return nil, err
+		}
+		items = append(items, i)
+	}
+	if err := rows.Err(); err != nil {
+		return nil, err
+	}
+	return items, nil
+}
+
 const SegmentKeys = `-- name: SegmentKeys :many
 select s.base_offset, s.count, s.created_at, s.first_id, s.keys
 from ferrymq.segments s

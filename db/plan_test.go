@@ -136,6 +136,7 @@ func statements(w *world) map[string]statement {
 		"SegmentKeys":         {sql: db.SegmentKeys, arg: db.SegmentKeysParams{PartitionID: 77, FromOffset: 500}, buffers: 60},
 		"SegmentKeysAt":       {sql: db.SegmentKeysAt, arg: db.SegmentKeysAtParams{PartitionID: 77, FromOffset: 550, ToOffset: 700, Since: epoch}, buffers: 60},
 		"SegmentAt":           {sql: db.SegmentAt, arg: db.SegmentAtParams{PartitionID: 77, AtOffset: 550}, buffers: 60},
+		"SegmentFrames":       {sql: db.SegmentFrames, arg: db.SegmentFramesParams{PartitionIds: parts, BaseOffsets: make([]int64, 100)}, buffers: 900},
 		"DedupStart":          {sql: db.DedupStart, arg: db.DedupStartParams{Since: now.Add(-time.Hour), ID: 77}, buffers: 100},
 
 		"QueueGet":          {sql: db.QueueGet, arg: db.QueueGetParams{ProjectID: 1, Name: "q7"}, buffers: 60},
@@ -489,6 +490,7 @@ func statementsOnEmpty() map[string]any {
 		"SegmentKeys":         db.SegmentKeysParams{PartitionID: 1, FromOffset: 1},
 		"SegmentKeysAt":       db.SegmentKeysAtParams{PartitionID: 1, FromOffset: 1, ToOffset: 2, Since: now},
 		"SegmentAt":           db.SegmentAtParams{PartitionID: 1, AtOffset: 1},
+		"SegmentFrames":       db.SegmentFramesParams{PartitionIds: []int64{1, 2}, BaseOffsets: []int64{0, 0}},
 		"DedupStart":          db.DedupStartParams{Since: now, ID: 1},
 		"CursorCreate":        db.CursorCreateParams{GroupID: 1, StartAt: now, PartitionID: 1},
 		"SeedLock":            db.SeedLockParams{QueueID: 1, After: 1, Max: 10},

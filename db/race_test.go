@@ -2,6 +2,7 @@ package db_test
 
 import (
 	"context"
+	"fmt"
 	"testing"
 
 	"github.com/google/uuid"
@@ -669,4 +670,49 @@ func TestRaceDeleteQueue(t *testing.T) {
 		check(t, w.remove(q))
 		gone(t, q)
 	})
+}
+
+// TestLockOrder: whatever the order of the arguments, locks are taken in the order of the product. What comes after a row that is held stays free.
+func TestLockOrder(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t, 4)
+	q := w.queue("q", "")
+	g1, g2 := w.group(q, "1"), w.group(q, "2")
+	p1, p2 := w.partition(q, "1"), w.partition(q, "2")
+	type lock struct {
+		name, held, after string
+		run               func() error
+	}
+	cursors := func(p db.LockCursorsParams) func() error {
+		return func() error { return w.LockCursors(w.ctx(), p) }
+	}
+	asked := db.LockCursorsParams{Pushed: []int64{}, GroupIds: []int32{g2, g2, g1, g1}, PartitionIds: []int64{p2, p1, p2, p1}, LeaseIds: make([]uuid.UUID, 4)}
+	pushed := db.LockCursorsParams{Pushed: []int64{p2, p1}, GroupIds: []int32{}, PartitionIds: []int64{}, LeaseIds: []uuid.UUID{}}
+	mixed := db.LockCursorsParams{Pushed: []int64{p2}, GroupIds: []int32{g2, g1}, PartitionIds: []int64{p1, p1}, LeaseIds: make([]uuid.UUID, 2)}
+	first := fmt.Sprintf("from ferrymq.cursors where group_id = %d and partition_id = %d", g1, p1)
+	others := fmt.Sprintf("from ferrymq.cursors where (group_id, partition_id) <> (%d, %d)", g1, p1)
+	for _, l := range []lock{
+		{"partitions", fmt.Sprint("from ferrymq.partitions where id = ", p1), fmt.Sprint("from ferrymq.partitions where id = ", p2), func() error {
+			_, err := w.LockPartitions(w.ctx(), db.LockPartitionsParams{Ids: []int64{p2, p1}, Reaches: []int64{everything, everything}})
+			return err
+		}},
+		{"cursors to settle", first, others, cursors(asked)},
+		{"cursors to mark", first, others, cursors(pushed)},
+		{"both", first, others, cursors(mixed)},
+	} {
+		t.Run(l.name, func(t *testing.T) {
+			a, b := w.begin(), w.begin()
+			_, err := a.tx.Exec(t.Context(), "select "+l.held+" for update")
+			check(t, err)
+			waiting := async(l.run)
+			dbtest.WaitBlocked(t, w.pool, 1)
+			var all, free int
+			check(t, b.tx.QueryRow(t.Context(), "select count(*) "+l.after).Scan(&all))
+			check(t, b.tx.QueryRow(t.Context(), "select count(*) from (select "+l.after+" for update skip locked) x").Scan(&free))
+			equal(t, "rows that are free", free, all)
+			check(t, b.tx.Rollback(t.Context()))
+			a.commit()
+			check(t, finish(t, waiting))
+		})
+	}
 }

@@ -14,7 +14,7 @@ import (
 // settleCase is one settle on one cursor. Offsets are small: the leased batch is [10, 14), the partition's tail is 14 or 20.
 type settleCase struct {
 	action   int32
-	lease    string // live, expired, foreign, unasked (a live one), free (none there, none asked), moved (live, decided on another offset)
+	lease    string // live, expired, foreign, unasked (a live one), free (none there, none asked), moved, ahead (live, decided on a lower, a higher offset)
 	limit    int32  // retry_limit
 	failedAt int64
 	before   string // what the cursor has failed before: nothing, here (twice), later (twice)
@@ -64,7 +64,7 @@ func (c settleCase) start() settleState {
 func (c settleCase) model() (settleState, settleAnswer) {
 	s := c.start()
 	switch {
-	case c.lease == "foreign", c.lease == "moved", c.lease == "expired" && c.action < giveBack:
+	case c.lease == "foreign", c.lease == "ahead", c.lease == "moved" && c.action != complete, c.lease == "expired" && c.action < giveBack:
 		return s, settleAnswer{}
 	}
 	a := settleAnswer{found: true}
@@ -123,7 +123,7 @@ func (c settleCase) model() (settleState, settleAnswer) {
 
 func settleCases() (all []settleCase) {
 	for action := range int32(6) {
-		for _, lease := range []string{"live", "expired", "foreign", "unasked", "free", "moved"} {
+		for _, lease := range []string{"live", "expired", "foreign", "unasked", "free", "moved", "ahead"} {
 			for _, before := range []string{"", "here", "later"} {
 				for _, tail := range []int64{14, 20} {
 					for _, moveTo := range []int64{9, 10, 12, 14} {
@@ -131,7 +131,7 @@ func settleCases() (all []settleCase) {
 							if action != failed && action != deadLetter && failedAt != 12 || (action == failed || action == deadLetter) && moveTo > failedAt {
 								continue
 							}
-							if action >= retry && action != deadLetter && moveTo == 14 && lease != "live" {
+							if lease == "ahead" && failedAt != 12 || action >= retry && action != deadLetter && moveTo == 14 && lease != "live" {
 								continue
 							}
 							for bits := range 16 {
@@ -206,6 +206,8 @@ func TestSettle(t *testing.T) {
 			x.lease = none
 		case "moved":
 			x.expected = 9
+		case "ahead":
+			x.expected = 11
 		}
 		if c.copy {
 			x.dead = &dead{id: uuid.New(), message: uuid.New(), transactionID: fmt.Sprint("t", i), frames: []byte("frames"), createdAt: epoch}

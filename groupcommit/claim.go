@@ -135,6 +135,9 @@ func (e *Engine) boardClaim(c *claim) {
 	}
 }
 
+// spanBytes is how much of one partition a claim takes at most, unless a single segment is larger.
+const spanBytes = 16 << 20
+
 // list is one pool of candidates in a flush, and the claims it is dealt to.
 type list struct {
 	group     *catalog.Group
@@ -146,7 +149,7 @@ type list struct {
 
 // lists arranges the claims of a flush. Those on single partitions come first, so that they get theirs.
 func (e *Engine) lists(claims []*claim, now time.Time) ([]*list, db.ClaimPartitionsParams) {
-	p := db.ClaimPartitionsParams{HintLists: []int32{}, HintPartitions: []int64{}}
+	p := db.ClaimPartitionsParams{HintLists: []int32{}, HintPartitions: []int64{}, SpanBytes: spanBytes}
 	if len(claims) == 0 {
 		return nil, p
 	}
@@ -210,6 +213,7 @@ func (e *Engine) lists(claims []*claim, now time.Time) ([]*list, db.ClaimPartiti
 		p.ListIndexFirsts = append(p.ListIndexFirsts, indexFirst)
 		p.ListWants = append(p.ListWants, want)
 		p.ListSlots = append(p.ListSlots, int32(len(l.claims)))
+		p.ListFrames = append(p.ListFrames, !e.park.partial(l.group.ID))
 		for _, h := range l.hints {
 			p.HintLists = append(p.HintLists, no)
 			p.HintPartitions = append(p.HintPartitions, h)
@@ -278,6 +282,7 @@ func (e *Engine) deliverClaims(lists []*list, rows []db.ClaimPartitionsRow) {
 						rest = append(rest, s.Row.ID)
 					}
 				}
+				e.park.took(l.group.ID, partial(spans))
 				c.finish(e, spans, nil)
 			case !l.seen:
 				c.finish(e, nil, catalog.ErrGone)

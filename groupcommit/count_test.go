@@ -180,6 +180,14 @@ func TestParkedCost(t *testing.T) {
 		}
 	}
 	eventually(t, "all are parked", func() bool { return b.Parked() == len(all) })
+	pool := dbtest.Pool(t, b.dsn, 1)
+	eventually(t, "all groups have their cursors", func() bool {
+		var left int
+		if err := pool.QueryRow(t.Context(), "select count(*) from ferrymq.groups where not seeded").Scan(&left); err != nil {
+			t.Fatal(err)
+		}
+		return left == 0 && b.Parked() == len(all)
+	})
 	c.take()
 	began := time.Now()
 	eventually(t, "re-checks", func() bool {

@@ -95,12 +95,13 @@ type Engine struct {
 	Options
 	Catalog *catalog.Catalog
 
-	q     *db.Queries
-	dedup *dedup.Cache
-	dock  *dock
-	park  *parking
-	held  *holding
-	sizes sizes
+	q      *db.Queries
+	dedup  *dedup.Cache
+	dock   *dock
+	park   *parking
+	held   *holding
+	frames frameCache
+	sizes  sizes
 
 	waiting  atomic.Int64 // messages boarded and not yet decided
 	clock    atomic.Int64 // database clock minus ours, ns

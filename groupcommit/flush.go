@@ -56,9 +56,12 @@ func (f *flusher) flush(b *board) error {
 			locks.Reaches = append(locks.Reaches, 1<<63-1)
 		}
 	}
-	for _, s := range settles {
-		locks.Ids = append(locks.Ids, s.row.ID)
-		locks.Reaches = append(locks.Reaches, s.reach())
+	settled := settleParams(settles)
+	for i, s := range settles {
+		if reach := settled.Reaches[i]; reach >= 0 {
+			locks.Ids = append(locks.Ids, s.row.ID)
+			locks.Reaches = append(locks.Reaches, reach)
+		}
 		cursors.add(s.group.ID, s.row.ID, s.Lease)
 	}
 	for _, r := range b.restores {
@@ -88,9 +91,9 @@ func (f *flusher) flush(b *board) error {
 	if len(pushed) > 0 {
 		batch.MarkPending(db.MarkPendingParams{Pushed: pushed})
 	}
-	var settled []db.SettleCursorsRow
+	var moved []db.SettleCursorsRow
 	if len(settles) > 0 {
-		batch.SettleCursors(settleParams(settles), &settled)
+		batch.SettleCursors(settled, &moved)
 	}
 	if len(b.restores) > 0 {
 		batch.RestoreCursors(restoreParams(b.restores))
@@ -119,7 +122,7 @@ func (f *flusher) flush(b *board) error {
 
 	var hints, tell []Hint
 	hints = f.deliverPushes(hints, entries, inOrder, locked, appended, created)
-	for _, r := range settled {
+	for _, r := range moved {
 		s := settles[r.N]
 		s.apply(e, r)
 		if h, here, ok := s.hint(); here {

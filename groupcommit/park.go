@@ -36,6 +36,7 @@ type parkedGroup struct {
 	hinted    map[int64]bool
 	scanFrom  int64 // where the next look at the index begins
 	flushes   int
+	partial   bool      // see took
 	looks     int       // how often all its claims were sent to look: those on a flush then look again
 	indexed   time.Time // when the index last went first
 	used      time.Time
@@ -446,6 +447,22 @@ func (p *parking) giveBack(lists []*list) {
 			}
 		}
 	}
+}
+
+// took notes whether the group's claims lately ended in the middle of segments.
+func (p *parking) took(group int32, partial bool) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	if g := p.groups[group]; g != nil {
+		g.partial = partial
+	}
+}
+
+func (p *parking) partial(group int32) bool {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	g := p.groups[group]
+	return g != nil && g.partial
 }
 
 // scanned moves the rotating position behind what the last look at the index returned.

@@ -220,9 +220,13 @@ func (e *Engine) answer(ctx context.Context, c *claim) (*Delivery, error) {
 		return nil, c.err
 	}
 	d := &Delivery{Lease: c.lease, Spans: c.spans, claims: []*claim{c}, e: e}
-	if ctx.Err() != nil {
+	err := ctx.Err()
+	if err == nil {
+		err = e.fill(ctx, c.spans)
+	}
+	if err != nil {
 		d.Release()
-		return nil, ctx.Err()
+		return nil, err
 	}
 	return d, nil
 }

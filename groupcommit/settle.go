@@ -62,11 +62,17 @@ type deadCopy struct {
 
 // reach is the highest offset the settle can move the cursor to.
 func (s *settle) reach() int64 {
+	if s.Action == actGiveBack || s.Action == actRest {
+		return -1
+	}
 	if s.Action == actFailed || s.Action == actDeadLetter {
 		return s.FailedAt + 1
 	}
 	return s.MoveTo
 }
+
+// drains says whether the settle may leave nothing to deliver. Tails only grow: what has been seen beyond is still there.
+func (s *settle) drains() bool { return s.reach() >= s.partition.Tail() }
 
 // leavesWork guesses whether the partition will have something to deliver once the settle is applied.
 func (s *settle) leavesWork() bool {
@@ -121,7 +127,11 @@ func settleParams(settles []*settle) db.SettleCursorsParams {
 		p.Actions = append(p.Actions, s.Action)
 		p.MoveTos = append(p.MoveTos, s.MoveTo)
 		p.FailedAts = append(p.FailedAts, s.FailedAt)
-		p.Reaches = append(p.Reaches, s.reach())
+		reach := int64(-1)
+		if s.drains() {
+			reach = s.reach()
+		}
+		p.Reaches = append(p.Reaches, reach)
 		c := s.Copy
 		if c == nil {
 			c = &deadCopy{frames: []byte{}}

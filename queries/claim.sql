@@ -3,13 +3,15 @@
 -- A list is one pool of candidates: a group (scan), or one partition of a group (hints only). Lists of single partitions come first.
 -- Candidates are dealt to the slots of a list in turn, so that no slot goes empty while another takes two.
 -- Every list of a live group first returns a row without a slot: seen = candidates looked at, stale = those that had nothing to deliver.
+-- frames false: the caller has the frames of most segments already and fetches the others.
 -- A claim never waits: rows that another session holds are passed over, and the holder wakes whom it leaves work for.
 with list as materialized (
     select l.list_no::int as list_no, g.group_id, g.lease_time, g.delayed_processing, g.window_buffer,
-           l.from_partition::bigint as from_partition, l.scan::boolean as scan, l.index_first::boolean as index_first, l.want::bigint as want, l.slots::int as slots
+           l.from_partition::bigint as from_partition, l.scan::boolean as scan, l.index_first::boolean as index_first, l.want::bigint as want, l.slots::int as slots,
+           l.frames::boolean as frames
     from rows from (unnest(@list_nos::int[]), unnest(@list_groups::int[]), unnest(@list_froms::bigint[]), unnest(@list_scans::boolean[]),
-                    unnest(@list_index_firsts::boolean[]), unnest(@list_wants::bigint[]), unnest(@list_slots::int[]))
-         as l (list_no, group_id, from_partition, scan, index_first, want, slots)
+                    unnest(@list_index_firsts::boolean[]), unnest(@list_wants::bigint[]), unnest(@list_slots::int[]), unnest(@list_frames::boolean[]))
+         as l (list_no, group_id, from_partition, scan, index_first, want, slots, frames)
     cross join lateral (
         select x.id as group_id, q.lease_time, q.delayed_processing, q.window_buffer
         from ferrymq.groups x
@@ -65,7 +67,7 @@ with list as materialized (
     ) u
     order by u.group_id, u.partition_id, u.list_no, u.source
 ), looked as materialized (
-    select k.list_no, k.group_id, k.partition_id, k.source, k.place, k.committed, l.index_first, l.slots, l.lease_time,
+    select k.list_no, k.group_id, k.partition_id, k.source, k.place, k.committed, l.index_first, l.slots, l.lease_time, l.frames,
            p.public_id, p.name, p.next_offset, greatest(k.committed, p.first_offset)::bigint as start_offset,
            case when l.window_buffer > 0 and p.last_push_at > clock_timestamp() - l.window_buffer * interval '1 second' then 0
                 when l.delayed_processing > 0 then (
@@ -89,15 +91,31 @@ with list as materialized (
                     unnest(@slot_parts::bigint[]), unnest(@slot_seconds::int[]), unnest(@slot_auto_acks::boolean[]), unnest(@slot_discoveries::boolean[]))
          as s (slot_no, list_no, nth, lease_id, budget, parts, lease_seconds, auto_ack, discovery)
 ), dealt as (
-    select n.list_no, n.group_id, n.partition_id, n.public_id, n.name, n.start_offset, n.next_offset, n.lease_time, n.nth,
+    select n.list_no, n.group_id, n.partition_id, n.public_id, n.name, n.start_offset, n.next_offset, n.lease_time, n.nth, n.frames,
            s.slot_no, s.lease_id, s.budget, s.lease_seconds, s.auto_ack, s.discovery, n.available,
            coalesce(sum(n.available) over (partition by n.list_no, s.nth order by n.nth rows between unbounded preceding and 1 preceding), 0) as used
     from numbered n
     join slot s on s.list_no = n.list_no and s.nth = n.nth % n.slots and n.nth / n.slots < s.parts
 ), taken as materialized (
-    select d.*, least(d.available, d.budget - d.used)::bigint as take, case when d.lease_seconds > 0 then d.lease_seconds else d.lease_time end as seconds
-    from dealt d
-    where d.used < d.budget
+    -- A span ends before the segment that would make it too large to hold in memory.
+    select d.*, least(d.wanted, b.stop - d.start_offset)::bigint as take
+    from (
+        select e.*, least(e.available, e.budget - e.used)::bigint as wanted, case when e.lease_seconds > 0 then e.lease_seconds else e.lease_time end as seconds
+        from dealt e
+        where e.used < e.budget
+    ) d
+    cross join lateral (
+        select min(x.base_offset) as stop
+        from (
+            select g.base_offset, sum(octet_length(g.frames)) over (order by g.base_offset) - octet_length(g.frames) as before
+            from ferrymq.segments g
+            where d.wanted > 1 and g.partition_id = d.partition_id
+              and g.base_offset >= (select b.base_offset from ferrymq.segments b where b.partition_id = d.partition_id and b.base_offset <= d.start_offset
+                                    order by b.base_offset desc limit 1)
+              and g.base_offset < d.start_offset + d.wanted
+        ) x
+        where x.before > @span_bytes::bigint
+    ) b
 ), drained as materialized (
     -- Cleared only under the partition's lock, with the tail read under it, who holds that lock marks again or has drained it himself.
     select p.id, k.group_id
@@ -154,7 +172,7 @@ with list as materialized (
     group by x.list_no
     union all
     select t.list_no, 0, 0, 0, 0, -1, t.slot_no, t.nth, t.partition_id, t.public_id, t.name, t.start_offset, t.take, t.next_offset, t.seconds * 1000::bigint,
-           s.base_offset, s.count, s.key_no, s.codec, s.created_at, s.first_id, s.keys, s.frames
+           s.base_offset, s.count, s.key_no, s.codec, s.created_at, s.first_id, s.keys, case when t.frames then s.frames end
     from taken t
     cross join lateral (
         select g.base_offset, g.count, g.key_no, g.codec, g.created_at, g.first_id, g.keys, g.frames

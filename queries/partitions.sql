@@ -44,6 +44,11 @@ where s.partition_id = @partition_id::bigint and s.base_offset <= @at_offset::bi
 order by s.base_offset desc
 limit 1;
 
+-- name: SegmentFrames :many
+select s.partition_id, s.base_offset, s.frames
+from rows from (unnest(@partition_ids::bigint[]), unnest(@base_offsets::bigint[])) as t (partition_id, base_offset)
+join ferrymq.segments s on s.partition_id = t.partition_id::bigint and s.base_offset = t.base_offset::bigint;
+
 -- name: DedupStart :one
 -- Where the memory of a partition has to start reading: the first segment inside the window, and the tail of this snapshot.
 select p.next_offset, ferrymq.offset_at(p.id, @since::timestamptz)::bigint as start_offset

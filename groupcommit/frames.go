@@ -1,0 +1,113 @@
+package groupcommit
+
+import (
+	"context"
+	"errors"
+	"sync"
+
+	"github.com/google/uuid"
+
+	"ferrymq/db"
+)
+
+// frameCache keeps the frames of segments that were delivered in part: the next pop of that partition wants the rest.
+// Without it a pop of one message would read its whole segment, again and again. Two generations bound it.
+type frameCache struct {
+	mu         sync.Mutex
+	young, old map[frameKey]frameEntry
+	bytes      int
+}
+
+type frameKey struct{ partition, base int64 }
+
+type frameEntry struct {
+	first  uuid.UUID // tells a segment from another one at its place, after the database was restored to an earlier time
+	frames []byte
+}
+
+// frameBytes is what one generation may hold.
+const frameBytes = 16 << 20
+
+func (c *frameCache) get(k frameKey, first uuid.UUID) []byte {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	n, ok := c.young[k]
+	if !ok {
+		if n, ok = c.old[k]; ok {
+			c.put(k, n)
+		}
+	}
+	if n.first != first {
+		return nil
+	}
+	return n.frames
+}
+
+func (c *frameCache) add(k frameKey, first uuid.UUID, frames []byte) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if _, ok := c.young[k]; !ok {
+		c.put(k, frameEntry{first, frames})
+	}
+}
+
+func (c *frameCache) put(k frameKey, n frameEntry) {
+	if c.bytes+len(n.frames) > frameBytes || c.young == nil {
+		c.old, c.young, c.bytes = c.young, make(map[frameKey]frameEntry), 0
+	}
+	c.young[k] = n
+	c.bytes += len(n.frames)
+}
+
+// partial says whether most of what was claimed lies in segments that were not taken to their end: then frames are
+// better left out of the group's next claims, and taken from the cache.
+func partial(spans []*Span) bool {
+	var taken, stored int64
+	for _, s := range spans {
+		taken += s.Take
+		for _, g := range s.Segments {
+			stored += int64(g.Count)
+		}
+	}
+	return taken*2 < stored
+}
+
+// fill completes the frames of what a claim returned, and remembers those of which something is left.
+func (e *Engine) fill(ctx context.Context, spans []*Span) error {
+	var missing db.SegmentFramesParams
+	var at []*Segment
+	for _, s := range spans {
+		for i := range s.Segments {
+			g := &s.Segments[i]
+			k := frameKey{s.Row.ID, g.Base}
+			if g.Frames == nil {
+				if g.Frames = e.frames.get(k, g.FirstID); g.Frames == nil {
+					missing.PartitionIds = append(missing.PartitionIds, s.Row.ID)
+					missing.BaseOffsets = append(missing.BaseOffsets, g.Base)
+					at = append(at, g)
+				}
+			}
+		}
+	}
+	if len(at) > 0 {
+		rows, err := e.q.SegmentFrames(ctx, missing)
+		if err != nil {
+			return e.Unavailable(err)
+		}
+		found := make(map[frameKey][]byte, len(rows))
+		for _, r := range rows {
+			found[frameKey{r.PartitionID, r.BaseOffset}] = r.Frames
+		}
+		for i, g := range at {
+			if g.Frames = found[frameKey{missing.PartitionIds[i], g.Base}]; g.Frames == nil {
+				return errors.New("a claimed segment is gone")
+			}
+		}
+	}
+	for _, s := range spans {
+		if g := &s.Segments[len(s.Segments)-1]; g.Base+int64(g.Count) > s.Start+s.Take && g.Count > 1 {
+			e.frames.add(frameKey{s.Row.ID, g.Base}, g.FirstID, g.Frames)
+		}
+	}
+	return nil
+}
