@@ -30,6 +30,7 @@ type ledger struct {
 	mu     sync.Mutex
 	holder map[cursorKey]uuid.UUID
 	next   map[cursorKey]int64
+	failed map[cursorKey]uuid.UUID // under which lease a message failed: what became of it its answer will say
 	errs   []string
 	bases  map[int64]map[int64]int64 // partition → base → total
 }
@@ -55,7 +56,7 @@ func TestStress(t *testing.T) {
 	for i := range partitions {
 		ids = append(ids, w.partition(q, fmt.Sprint(i)))
 	}
-	l := &ledger{holder: map[cursorKey]uuid.UUID{}, next: map[cursorKey]int64{}, bases: map[int64]map[int64]int64{}}
+	l := &ledger{holder: map[cursorKey]uuid.UUID{}, next: map[cursorKey]int64{}, failed: map[cursorKey]uuid.UUID{}, bases: map[int64]map[int64]int64{}}
 	for _, p := range ids {
 		l.bases[p] = map[int64]int64{}
 	}
@@ -189,10 +190,9 @@ func (l *ledger) random(r *rand.Rand, ids []int64, groups []int32, mine map[curs
 		} else {
 			mine[k] = held{h.lease, s.moveTo, h.end}
 		}
-		if s.action != failed { // what becomes of a failed message the answer says
-			l.next[k] = s.moveTo
-		} else {
-			l.next[k] = -1
+		l.next[k] = s.moveTo
+		if s.action == failed {
+			l.next[k], l.failed[k] = -1, h.lease
 		}
 	}
 	if ending {
@@ -246,7 +246,7 @@ func (l *ledger) land(f *flight, mine map[cursorKey]held) {
 			if r.Committed != want || l.next[k] >= 0 && l.next[k] < want {
 				l.fail("a failed message at %d left the cursor at %d, %d is delivered", s.expected, r.Committed, l.next[k])
 			}
-			if l.next[k] < 0 { // nobody has claimed it since
+			if l.next[k] < 0 && l.failed[k] == s.lease { // nobody has claimed it since
 				l.next[k] = want
 			}
 		}
