@@ -199,7 +199,11 @@ func (q *Queries) SegmentAt(ctx context.Context, arg SegmentAtParams) (SegmentAt
 const SegmentFrames = `-- name: SegmentFrames :many
 select s.partition_id, s.base_offset, s.frames
 from rows from (unnest($1::bigint[]), unnest($2::bigint[])) as t (partition_id, base_offset)
-join ferrymq.segments s on s.partition_id = t.partition_id::bigint and s.base_offset = t.base_offset::bigint
+cross join lateral (
+    select g.partition_id, g.base_offset, g.frames from ferrymq.segments g
+    where g.partition_id = t.partition_id::bigint and g.base_offset = t.base_offset::bigint
+    limit 1
+) s
 `
 
 type SegmentFramesParams struct {
@@ -213,6 +217,7 @@ type SegmentFramesRow struct {
 	Frames      []byte
 }
 
+// Lateral, or a plan made while the table was small reads the table.
 func (q *Queries) SegmentFrames(ctx context.Context, arg SegmentFramesParams) ([]SegmentFramesRow, error) {
 	rows, err := q.db.Query(ctx, SegmentFrames, arg.PartitionIds, arg.BaseOffsets)
 	if err != nil {

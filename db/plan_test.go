@@ -156,7 +156,7 @@ func statements(w *world) map[string]statement {
 var flushed = []string{"LockPartitions", "AppendSegments", "CreatePartitions", "CreateCursors", "LockCursors", "MarkPending", "SettleCursors", "RestoreCursors", "ExtendLeases",
 	"ClaimPartitions"}
 var hot = append(slices.Clone(flushed), "CursorGet", "ReadyGroups", "ReadyPartitions", "GroupAvailable", "PromoteDue", "NextDue", "PartitionFindMany", "PartitionFindPublic", "PartitionLock",
-	"SegmentKeys", "SegmentKeysAt", "SegmentAt", "DedupStart", "CursorCreate", "SeedLock", "SeedCursors")
+	"SegmentKeys", "SegmentKeysAt", "SegmentAt", "SegmentFrames", "DedupStart", "CursorCreate", "SeedLock", "SeedCursors")
 
 // generated are the names and texts of all queries that sqlc generated.
 func generated(t *testing.T) map[string]string {

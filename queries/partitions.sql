@@ -45,9 +45,14 @@ order by s.base_offset desc
 limit 1;
 
 -- name: SegmentFrames :many
+-- Lateral, or a plan made while the table was small reads the table.
 select s.partition_id, s.base_offset, s.frames
 from rows from (unnest(@partition_ids::bigint[]), unnest(@base_offsets::bigint[])) as t (partition_id, base_offset)
-join ferrymq.segments s on s.partition_id = t.partition_id::bigint and s.base_offset = t.base_offset::bigint;
+cross join lateral (
+    select g.partition_id, g.base_offset, g.frames from ferrymq.segments g
+    where g.partition_id = t.partition_id::bigint and g.base_offset = t.base_offset::bigint
+    limit 1
+) s;
 
 -- name: DedupStart :one
 -- Where the memory of a partition has to start reading: the first segment inside the window, and the tail of this snapshot.
