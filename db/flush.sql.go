@@ -246,7 +246,9 @@ const FlushSettings = `-- name: FlushSettings :exec
 select set_config('statement_timeout', $1::text, true), set_config('lock_timeout', $2::text, true),
        -- The statements are written for one plan, by index, whatever the size of arrays and tables: planning them anew costs as much
        -- as running them, and statistics of a table that was small or empty a moment ago must not turn them into scans.
-       set_config('plan_cache_mode', 'force_generic_plan', true), set_config('enable_seqscan', 'off', true)
+       set_config('plan_cache_mode', 'force_generic_plan', true), set_config('enable_seqscan', 'off', true),
+       -- Compiling takes longer than any of them runs.
+       set_config('jit', 'off', true)
 `
 
 type FlushSettingsParams struct {

@@ -208,10 +208,14 @@ func (m *Maintainer) removeQueue(ctx context.Context, queue int32, next func() e
 			break
 		}
 	}
-	if err := m.q.QueueRemoveGroups(ctx, db.QueueRemoveGroupsParams{QueueID: queue}); err != nil {
-		return err
-	}
-	return m.q.QueueRemove(ctx, db.QueueRemoveParams{QueueID: queue})
+	// Together: if a late creator's partition keeps the queue, its groups stay too, and with them what finds its cursors.
+	return pgx.BeginFunc(ctx, db.Patient{Pool: m.Pool}, func(tx pgx.Tx) error {
+		q := m.q.WithTx(tx)
+		if err := q.QueueRemoveGroups(ctx, db.QueueRemoveGroupsParams{QueueID: queue}); err != nil {
+			return err
+		}
+		return q.QueueRemove(ctx, db.QueueRemoveParams{QueueID: queue})
+	})
 }
 
 // recheck judges the delays of a reconfigured queue anew.

@@ -11,7 +11,9 @@
 select set_config('statement_timeout', @statement_timeout_ms::text, true), set_config('lock_timeout', @lock_timeout_ms::text, true),
        -- The statements are written for one plan, by index, whatever the size of arrays and tables: planning them anew costs as much
        -- as running them, and statistics of a table that was small or empty a moment ago must not turn them into scans.
-       set_config('plan_cache_mode', 'force_generic_plan', true), set_config('enable_seqscan', 'off', true);
+       set_config('plan_cache_mode', 'force_generic_plan', true), set_config('enable_seqscan', 'off', true),
+       -- Compiling takes longer than any of them runs.
+       set_config('jit', 'off', true);
 
 -- name: LockPartitions :many
 -- Locks what the flush pushes to (reach = the largest bigint) or may drain (reach = the highest offset a settle can move to).
