@@ -19,7 +19,7 @@ test *args:
 
 # the packages where goroutines meet, with the race detector
 race *args:
-    go test -race -short {{args}} . ./catalog ./dedup ./groupcommit ./handlers ./maintain ./wake
+    go test -race -short {{args}} . ./catalog ./groupcommit ./handlers ./maintain ./wake && go test -race -short {{args}} -run Concurrent ./dedup
 
 # the load generator: just bench cycle -duration 10s
 bench *args:
