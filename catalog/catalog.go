@@ -322,8 +322,8 @@ func (c *Catalog) Configure(ctx context.Context, name string, change func(*Queue
 		c.queues.set(name, &after)
 		if recheck { // or as much of it as is done soon: the job does the rest
 			soon, cancel := context.WithTimeout(ctx, recheckTime)
-			if err := c.Recheck(soon, after.ID); err == nil {
-				err = c.q.JobRecheckDone(ctx, db.JobRecheckDoneParams{QueueID: after.ID})
+			if c.Recheck(soon, after.ID) == nil {
+				_ = c.q.JobRecheckDone(soon, db.JobRecheckDoneParams{QueueID: after.ID}) // or the job finds nothing left to do
 			}
 			cancel()
 		}

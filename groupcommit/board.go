@@ -33,6 +33,18 @@ func (b *board) size() int {
 	return len(b.pushes) + len(b.settles) + len(b.restores) + len(b.extends) + len(b.claims)
 }
 
+// weight is what a board is worth carrying alone: an operation counts one, and one more for every few messages it is about.
+func (b *board) weight() int {
+	n := b.size()
+	for _, p := range b.pushes {
+		n += len(p.Messages) / 8
+	}
+	for _, c := range b.claims {
+		n += int(c.budget) / 8
+	}
+	return n
+}
+
 // fail answers everything on the board.
 func (b *board) fail(e *Engine, err error) {
 	for _, r := range b.restores {
@@ -138,7 +150,7 @@ func (d *dock) ready() bool {
 	}
 	n := 0
 	for ; free != 0; free &= free - 1 {
-		if n += d.next[bits.TrailingZeros64(free)].size(); n >= crowd {
+		if n += d.next[bits.TrailingZeros64(free)].weight(); n >= crowd {
 			return true
 		}
 	}

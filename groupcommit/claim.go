@@ -130,7 +130,7 @@ func (e *Engine) giveBack(c *claim, spans []*Span, rest *Span) (done []chan stru
 
 func (e *Engine) boardClaim(c *claim) {
 	c.scan = true
-	if !e.dock.enter(uint64(c.group.ID), func(b *board) { b.claims = append(b.claims, c) }) {
+	if !e.dock.enter(e.turn.Add(1), func(b *board) { b.claims = append(b.claims, c) }) {
 		c.finish(e, nil, ErrClosed)
 	}
 }

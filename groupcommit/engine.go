@@ -103,8 +103,9 @@ type Engine struct {
 	frames frameCache
 	sizes  sizes
 
-	waiting  atomic.Int64 // messages boarded and not yet decided
-	clock    atomic.Int64 // database clock minus ours, ns
+	turn     atomic.Uint64 // lanes of claims: any will do, since they take no partition that another flight has
+	waiting  atomic.Int64  // messages boarded and not yet decided
+	clock    atomic.Int64  // database clock minus ours, ns
 	nextDue  chan time.Duration
 	stop     context.Context
 	cancel   context.CancelFunc

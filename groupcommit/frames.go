@@ -8,9 +8,10 @@ import (
 	"github.com/google/uuid"
 
 	"ferrymq/db"
+	"ferrymq/segment"
 )
 
-// frameCache keeps the frames of segments that were delivered in part: the next pop of that partition wants the rest.
+// frameCache keeps the opened frames of segments that were delivered in part: the next pop of that partition wants the rest.
 // Without it a pop of one message would read its whole segment, again and again. Two generations bound it.
 type frameCache struct {
 	mu         sync.Mutex
@@ -81,7 +82,9 @@ func (e *Engine) fill(ctx context.Context, spans []*Span) error {
 			g := &s.Segments[i]
 			k := frameKey{s.Row.ID, g.Base}
 			if g.Frames == nil {
-				if g.Frames = e.frames.get(k, g.FirstID); g.Frames == nil {
+				if plain := e.frames.get(k, g.FirstID); plain != nil {
+					g.Frames, g.Codec, g.KeyNo = plain, segment.Plain, 0
+				} else {
 					missing.PartitionIds = append(missing.PartitionIds, s.Row.ID)
 					missing.BaseOffsets = append(missing.BaseOffsets, g.Base)
 					at = append(at, g)
@@ -105,8 +108,14 @@ func (e *Engine) fill(ctx context.Context, spans []*Span) error {
 		}
 	}
 	for _, s := range spans {
-		if g := &s.Segments[len(s.Segments)-1]; g.Base+int64(g.Count) > s.Start+s.Take && g.Count > 1 {
-			e.frames.add(frameKey{s.Row.ID, g.Base}, g.FirstID, g.Frames)
+		g := &s.Segments[len(s.Segments)-1]
+		if g.Base+int64(g.Count) == s.Start+s.Take {
+			continue
+		}
+		// Opened once for all who take the rest. What cannot be opened is reported by who decodes it.
+		if plain, err := segment.Open(e.Keys, g.Codec, g.KeyNo, g.FirstID, g.Frames); err == nil {
+			g.Frames, g.Codec, g.KeyNo = plain, segment.Plain, 0
+			e.frames.add(frameKey{s.Row.ID, g.Base}, g.FirstID, plain)
 		}
 	}
 	return nil

@@ -180,7 +180,7 @@ func (p *parking) idle(c *claim) {
 // board sends a claim that was parked to the dock.
 func (p *parking) board(c *claim, scan bool) {
 	c.scan = scan
-	if !p.e.dock.enter(uint64(c.group.ID), func(b *board) { b.claims = append(b.claims, c) }) {
+	if !p.e.dock.enter(p.e.turn.Add(1), func(b *board) { b.claims = append(b.claims, c) }) {
 		c.finish(p.e, nil, ErrClosed)
 	}
 }

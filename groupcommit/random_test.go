@@ -46,8 +46,6 @@ type run struct {
 	queues  []string
 	until   time.Time
 	seq     atomic.Int64
-	calls   atomic.Int64
-	failed  atomic.Int64
 }
 
 func randomRun(t *testing.T, brokers int) {

@@ -53,7 +53,6 @@ type request struct {
 	*http.Request
 	engine *groupcommit.Engine
 	params []string
-	query  url.Values
 }
 
 // Routes is the table of contents of the API.

@@ -53,20 +53,9 @@ func DecodeRange(keys *Keys, codec, keyNo int16, firstID uuid.UUID, count int, f
 	if count < 1 || count > idBlock || from < 0 || to > count || from > to {
 		return nil, damaged("messages %d to %d of %d", from, to, count)
 	}
-	var err error
-	if keyNo != 0 {
-		if frames, err = keys.open(keyNo, frames, firstID, codec); err != nil {
-			return nil, err
-		}
-	}
-	switch codec {
-	case Plain:
-	case Zstd:
-		if frames, err = decompress(frames); err != nil {
-			return nil, err
-		}
-	default:
-		return nil, damaged("unknown codec %d", codec)
+	frames, err := Open(keys, codec, keyNo, firstID, frames)
+	if err != nil {
+		return nil, err
 	}
 	if len(frames) < 5*count || len(frames) > math.MaxUint32 {
 		return nil, damaged("%d bytes for %d messages", len(frames), count)
@@ -87,6 +76,23 @@ func DecodeRange(keys *Keys, codec, keyNo int16, firstID uuid.UUID, count int, f
 		return nil, damaged("%d bytes after %d messages", len(rest), count)
 	}
 	return d, nil
+}
+
+// Open decrypts and decompresses stored frames: what it returns decodes as
+// Plain without a key. It may alias frames.
+func Open(keys *Keys, codec, keyNo int16, firstID uuid.UUID, frames []byte) (plain []byte, err error) {
+	if keyNo != 0 {
+		if frames, err = keys.open(keyNo, frames, firstID, codec); err != nil {
+			return nil, err
+		}
+	}
+	switch codec {
+	case Plain:
+		return frames, nil
+	case Zstd:
+		return decompress(frames)
+	}
+	return nil, damaged("unknown codec %d", codec)
 }
 
 // parse reads the message at the start of b and returns what follows it.
