@@ -296,7 +296,7 @@ func start(ctx context.Context, c *Config, log *slog.Logger, pool, flights *pgxp
 	b.maintainer = &maintain.Maintainer{Pool: pool, Log: log, Engine: b.engine, Bus: bus, Name: fmt.Sprintf("%s:%d", host, os.Getpid())}
 	b.maintainer.Start()
 	api.Changed = func(id int32) {
-		b.engine.QueueChanged(id)
+		b.engine.Reconsider(id)
 		bus.QueueChanged(id)
 		b.maintainer.Kick()
 	}

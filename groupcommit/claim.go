@@ -130,7 +130,7 @@ func (e *Engine) giveBack(c *claim, spans []*Span, rest *Span) (done []chan stru
 
 func (e *Engine) boardClaim(c *claim) {
 	c.scan = true
-	if !e.dock.enter(e.turn.Add(1), func(b *board) { b.claims = append(b.claims, c) }) {
+	if !e.dock.enter(uint64(c.group.ID), func(b *board) { b.claims = append(b.claims, c) }) {
 		c.finish(e, nil, ErrClosed)
 	}
 }
@@ -233,6 +233,7 @@ func (e *Engine) deliverClaims(lists []*list, rows []db.ClaimPartitionsRow) {
 	}
 	got := make([][]*Span, len(slots))
 	stale := make([]bool, len(lists))
+	surplus := make([]int, len(lists)) // candidates with something to deliver
 	tails := make(map[int64]int64)
 	for i := range rows {
 		r := &rows[i]
@@ -240,6 +241,7 @@ func (e *Engine) deliverClaims(lists []*list, rows []db.ClaimPartitionsRow) {
 		if !l.seen {
 			l.seen = true
 			stale[r.ListNo] = r.Stale > 0
+			surplus[r.ListNo] = int(r.Seen - r.Stale)
 			e.due(r.DueMs)
 			if l.partition == 0 {
 				e.park.scanned(l.group.ID, r.AboveTo, r.BelowTo)
@@ -303,6 +305,9 @@ func (e *Engine) deliverClaims(lists []*list, rows []db.ClaimPartitionsRow) {
 		}
 		for _, partition := range rest {
 			e.park.left(l.group, partition)
+		}
+		if more := surplus[no] - len(taken); more > 0 && l.partition == 0 {
+			e.park.lookSome(l.group.ID, more)
 		}
 	}
 }

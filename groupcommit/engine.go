@@ -103,9 +103,8 @@ type Engine struct {
 	frames frameCache
 	sizes  sizes
 
-	turn     atomic.Uint64 // lanes of claims: any will do, since they take no partition that another flight has
-	waiting  atomic.Int64  // messages boarded and not yet decided
-	clock    atomic.Int64  // database clock minus ours, ns
+	waiting  atomic.Int64 // messages boarded and not yet decided
+	clock    atomic.Int64 // database clock minus ours, ns
 	nextDue  chan time.Duration
 	stop     context.Context
 	cancel   context.CancelFunc
@@ -186,9 +185,14 @@ func (e *Engine) announce(hints []Hint, q *catalog.Queue) {
 // Hint is what another broker announced: parked pops here may have work.
 func (e *Engine) Hint(h Hint) { e.park.hint(h, nil) }
 
-// QueueChanged makes the engine look at a queue again that was configured or deleted, here or on another broker.
+// QueueChanged makes the engine read a queue again that was configured or deleted on another broker.
 func (e *Engine) QueueChanged(id int32) {
 	e.Catalog.ForgetID(id)
+	e.Reconsider(id)
+}
+
+// Reconsider makes parked pops look at a queue again that was configured or deleted through this engine's catalog.
+func (e *Engine) Reconsider(id int32) {
 	e.park.forget(id)
 	e.park.lookQueue(id)
 }

@@ -180,7 +180,7 @@ func (p *parking) idle(c *claim) {
 // board sends a claim that was parked to the dock.
 func (p *parking) board(c *claim, scan bool) {
 	c.scan = scan
-	if !p.e.dock.enter(p.e.turn.Add(1), func(b *board) { b.claims = append(b.claims, c) }) {
+	if !p.e.dock.enter(uint64(c.group.ID), func(b *board) { b.claims = append(b.claims, c) }) {
 		c.finish(p.e, nil, ErrClosed)
 	}
 }
@@ -305,22 +305,27 @@ func (p *parking) left(group *catalog.Group, partition int64) {
 	}
 }
 
+// takeIdle unparks up to n claims on any partition.
+func (g *parkedGroup) takeIdle(p *parking, n int) []*claim {
+	n = min(n, len(g.idle))
+	out := slices.Clone(g.idle[:n])
+	g.idle = g.idle[n:]
+	p.parked -= n
+	return out
+}
+
 // takeAll unparks up to n claims of a group.
 func (g *parkedGroup) takeAll(p *parking, n int) []*claim {
-	var out []*claim
-	for len(out) < n && len(g.idle) > 0 {
-		out = append(out, g.idle[0])
-		g.idle = g.idle[1:]
-	}
+	out := g.takeIdle(p, n)
 	for partition, waiting := range g.narrow {
 		out = append(out, waiting[0])
+		p.parked--
 		if len(waiting) == 1 {
 			delete(g.narrow, partition)
 		} else {
 			g.narrow[partition] = waiting[1:]
 		}
 	}
-	p.parked -= len(out)
 	return out
 }
 
@@ -335,6 +340,20 @@ func (p *parking) look(group int32) {
 	}
 	for _, w := range p.watchers {
 		w.signal()
+	}
+	p.mu.Unlock()
+	for _, c := range claims {
+		p.board(c, true)
+	}
+}
+
+// lookSome makes some parked claims look: a flush has locked more than it took, which others may have passed over meanwhile.
+func (p *parking) lookSome(group int32, n int) {
+	p.mu.Lock()
+	var claims []*claim
+	if g := p.groups[group]; g != nil {
+		g.looks++
+		claims = g.takeIdle(p, n)
 	}
 	p.mu.Unlock()
 	for _, c := range claims {
@@ -423,17 +442,18 @@ func (p *parking) prepare(l *list, want int, scan bool, now time.Time) (from int
 		c.looks = g.looks
 	}
 	hints = l.hints
+	if scan && len(hints) == 0 {
+		g.flushes++
+		if g.flushes%8 == 0 || now.Sub(g.indexed) >= 100*time.Millisecond {
+			// And alone: what is looked at is locked, and not to be had for others, also where it is more than is wanted.
+			g.indexed = now
+			return g.scanFrom, true, hints
+		}
+	}
 	for len(hints) < want && len(g.hints) > 0 {
 		hints = append(hints, g.pop())
 	}
-	if !scan {
-		return g.scanFrom, false, hints
-	}
-	g.flushes++
-	if g.flushes%8 == 0 || now.Sub(g.indexed) >= 100*time.Millisecond {
-		g.indexed, indexFirst = now, true
-	}
-	return g.scanFrom, indexFirst, hints
+	return g.scanFrom, false, hints
 }
 
 // giveBack returns the hints of a flush that failed.

@@ -223,7 +223,7 @@ func (m *Maintainer) recheck(ctx context.Context, queue int32) error {
 	if err := m.Engine.Catalog.Recheck(ctx, queue); err != nil {
 		return err
 	}
-	m.Engine.QueueChanged(queue)
+	m.Engine.Reconsider(queue)
 	m.Bus.QueueChanged(queue)
 	return nil
 }
