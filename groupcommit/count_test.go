@@ -188,6 +188,17 @@ func TestParkedCost(t *testing.T) {
 		}
 		return left == 0 && b.Parked() == len(all)
 	})
+	// The last cursors made wake their groups once more, a moment after they are committed.
+	eventually(t, "it is quiet", func() bool {
+		c.take()
+		eventually(t, "a few re-checks", func() bool {
+			c.mu.Lock()
+			defer c.mu.Unlock()
+			return c.queries["ReadyGroups"] >= 3
+		})
+		flushes, _, _ := c.take()
+		return flushes == 0 && b.Parked() == len(all)
+	})
 	c.take()
 	began := time.Now()
 	eventually(t, "re-checks", func() bool {
