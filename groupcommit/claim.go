@@ -145,6 +145,9 @@ type list struct {
 	claims    []*claim
 	hints     []int64
 	seen      bool // the statement returned it: its group is alive
+	scan      bool // it looks at the whole index
+	began     time.Time
+	looks     int // of its group then
 }
 
 // lists arranges the claims of a flush. Those on single partitions come first, so that they get theirs.
@@ -209,7 +212,8 @@ func (e *Engine) lists(claims []*claim, now time.Time) ([]*list, db.ClaimPartiti
 		p.ListNos = append(p.ListNos, no)
 		p.ListGroups = append(p.ListGroups, l.group.ID)
 		p.ListFroms = append(p.ListFroms, from)
-		p.ListScans = append(p.ListScans, scan && l.partition == 0)
+		l.scan, l.began, l.looks = scan && l.partition == 0, now, l.claims[0].looks
+		p.ListScans = append(p.ListScans, l.scan)
 		p.ListIndexFirsts = append(p.ListIndexFirsts, indexFirst)
 		p.ListWants = append(p.ListWants, want)
 		p.ListSlots = append(p.ListSlots, int32(len(l.claims)))
@@ -245,6 +249,9 @@ func (e *Engine) deliverClaims(lists []*list, rows []db.ClaimPartitionsRow) {
 			e.due(r.DueMs)
 			if l.partition == 0 {
 				e.park.scanned(l.group.ID, r.AboveTo, r.BelowTo)
+				if l.scan && r.Seen == 0 {
+					e.park.emptied(l.group.ID, l.looks, l.began)
+				}
 			}
 		}
 		if r.SlotNo < 0 {

@@ -183,7 +183,12 @@ func (e *Engine) announce(hints []Hint, q *catalog.Queue) {
 }
 
 // Hint is what another broker announced: parked pops here may have work.
-func (e *Engine) Hint(h Hint) { e.park.hint(h, nil) }
+func (e *Engine) Hint(h Hint) {
+	e.park.hint(h, nil)
+	if h.Group == 0 {
+		e.park.appeared(h.Queue, "")
+	}
+}
 
 // QueueChanged makes the engine read a queue again that was configured or deleted on another broker.
 func (e *Engine) QueueChanged(id int32) {

@@ -251,8 +251,8 @@ func (f *flusher) deliverPushes(hints []Hint, entries []*entry, inOrder bool, lo
 		byPublic[r.PublicID] = r
 	}
 	for _, n := range entries {
-		done := n.total == 0
-		if n.row == nil {
+		done, made := n.total == 0, n.row == nil
+		if made {
 			if r, ok := byPublic[n.public]; ok {
 				f.e.Catalog.Claimed(n.queue.ID, r.ID, r.PublicID, n.partition.Name, n.total)
 				if n.row = n.partition.Row(); n.row == nil || n.row.ID != r.ID {
@@ -269,6 +269,9 @@ func (f *flusher) deliverPushes(hints []Hint, entries []*entry, inOrder bool, lo
 		}
 		if done {
 			n.stored(f.e)
+			if made {
+				f.e.park.appeared(n.queue.ID, n.partition.Name)
+			}
 			hints = append(hints, Hint{Queue: n.queue.ID, Partition: n.row.ID})
 			f.e.park.seen(n.queue)
 			continue

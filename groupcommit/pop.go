@@ -171,7 +171,9 @@ func (e *Engine) newClaim(p *Pop, q *catalog.Queue, g *catalog.Group, lease uuid
 // await boards a claim and waits for its answer, its deadline, or the end of the caller.
 func (e *Engine) await(ctx context.Context, c *claim, deadline time.Time) (*Delivery, error) {
 	e.park.enter(c.group)
-	e.boardClaim(c)
+	if !e.park.parkAtOnce(c) {
+		e.boardClaim(c)
+	}
 	timer := time.NewTimer(time.Until(deadline))
 	defer timer.Stop()
 	select {

@@ -224,6 +224,7 @@ func (e *Engine) sidePush(s *builders, p *catalog.Partition, pushes []*Push) {
 	default:
 		n.stored(e)
 		if n.total > 0 {
+			e.park.appeared(n.queue.ID, p.Name)
 			e.announce([]Hint{{Queue: n.queue.ID, Partition: n.row.ID}}, n.queue)
 		}
 	}
