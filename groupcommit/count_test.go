@@ -40,7 +40,9 @@ func (c *counter) TraceBatchEnd(context.Context, *pgx.Conn, pgx.TraceBatchEndDat
 func (c *counter) TraceQueryStart(ctx context.Context, _ *pgx.Conn, d pgx.TraceQueryStartData) context.Context {
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	c.queries[statement(d.SQL)]++
+	if s := statement(d.SQL); !strings.HasPrefix(s, "select set_config('statement_timeout'") { // a new connection's own
+		c.queries[s]++
+	}
 	return ctx
 }
 func (c *counter) TraceQueryEnd(context.Context, *pgx.Conn, pgx.TraceQueryEndData) {}

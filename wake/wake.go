@@ -50,6 +50,7 @@ type Bus struct {
 	o      Options
 	self   string
 	others atomic.Bool
+	silent atomic.Int32 // heartbeats in a row that saw no other broker
 	up     atomic.Bool
 
 	mu      sync.Mutex
@@ -84,7 +85,15 @@ func (b *Bus) Close() {
 func (b *Bus) Listening() bool { return b.up.Load() }
 
 // Others tells the bus whether another broker is alive: alone, it sends nothing.
-func (b *Bus) Others(alive bool) { b.others.Store(alive) }
+// One heartbeat without others is no proof: two brokers that start together may each look before the other has its row.
+func (b *Bus) Others(alive bool) {
+	if alive {
+		b.silent.Store(0)
+		b.others.Store(true)
+	} else if b.silent.Add(1) > 1 {
+		b.others.Store(false)
+	}
+}
 
 // Alone says whether no other broker is known to be alive.
 func (b *Bus) Alone() bool { return !b.others.Load() }
@@ -195,7 +204,7 @@ func (b *Bus) receive(payload string) {
 	if len(words) == 0 || words[0] == b.self {
 		return
 	}
-	b.others.Store(true)
+	b.Others(true)
 	for _, w := range words[1:] {
 		if w == "*" {
 			b.o.OnLost()

@@ -91,6 +91,10 @@ func TestBus(t *testing.T) {
 	}
 	// Alone, nothing is sent; a queue's change is.
 	a.Others(false)
+	if a.Alone() {
+		t.Error("one heartbeat without others is taken as proof")
+	}
+	a.Others(false)
 	a.Announce([]Hint{{5, 5, 5}})
 	a.QueueChanged(8)
 	eventually(t, "the queue's change", func() bool { return rb.see(func() bool { return rb.queues[8] > 0 }) })
