@@ -409,8 +409,11 @@ func TestClose(t *testing.T) {
 	dsn := dbtest.New(t)
 	b := start(t, dsn, setup{recheck: slow})
 	const q = "close.q"
-	b.push(q, "p", items(2, "m")...)
-	d := b.need(wide(q, "g", 1, 1, 0), "m-0")
+	b.push(q, "p", item{payload: `"leased"`})
+	b.need(wide(q, "g", 1, 1, 0), "leased")
+	// The ack is of another queue: on this one it would free a message for the parked pops, if it came before Drain.
+	b.push("close.other", "p", item{payload: `"acked"`})
+	d := b.need(wide("close.other", "g", 1, 1, 0), "acked")
 	parked := []*parkedPop{b.park(wide(q, "g", 1, 1, time.Minute)), b.park(route(q, "p", "g", 1, time.Minute)),
 		b.park(route(q, "missing", catalog.QueueMode, 1, time.Minute)), b.park(discovery("nowhere", "g", 1, time.Minute))}
 	release := hold(t, dsn, lockPartition, "p")
