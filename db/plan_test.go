@@ -344,6 +344,10 @@ func TestPlans(t *testing.T) {
 	w := bigWorld(t)
 	t.Logf("data set built in %v", time.Since(began).Round(time.Millisecond))
 	all := statements(w)
+	for _, more := range []func(*world) map[string]statement{groupStatements, transactionStatements, messageStatements, retentionStatements, systemStatements,
+		statsStatements, activityStatements} {
+		maps.Copy(all, more(w))
+	}
 	texts := generated(t)
 	for name, sql := range texts {
 		if s, ok := all[name]; !ok || s.sql != sql {

@@ -14,9 +14,11 @@ import (
 	"sync/atomic"
 	"time"
 
+	"github.com/go-json-experiment/json"
 	"github.com/jackc/pgx/v5/pgxpool"
 
 	"ferrymq/catalog"
+	"ferrymq/db"
 	"ferrymq/groupcommit"
 )
 
@@ -38,14 +40,40 @@ type API struct {
 	waiting  atomic.Pointer[string] // why not ready yet
 	draining atomic.Bool
 	routes   []route
+	queries  *db.Queries // outside of a transaction, on a connection that is waited for only so long
 }
 
 type route struct {
 	method  string
 	path    []string // "{name}" matches one segment
-	handle  func(a *API, w http.ResponseWriter, r *request) error
+	level   level
+	handle  handler
 	head    bool // HEAD is answered too
 	waiting bool // served before the schema is current
+}
+
+type handler func(a *API, w http.ResponseWriter, r *request) error
+
+// level is what a caller must be allowed to do when authentication is on.
+type level int
+
+const (
+	open level = iota
+	readOnly
+	writeOnly
+	readWrite
+	admin
+)
+
+func on(method, path string, l level, handle handler) route {
+	return route{method: method, path: strings.Split(path[1:], "/"), level: l, handle: handle}
+}
+
+// probe is a route that is served before the schema is current, and to HEAD too.
+func probe(path string, l level, handle handler) route {
+	x := on("GET", path, l, handle)
+	x.head, x.waiting = true, true
+	return x
 }
 
 // request is a matched request: the path parameters are percent-decoded once.
@@ -55,34 +83,26 @@ type request struct {
 	params []string
 }
 
-// Routes is the table of contents of the API.
+// table is the table of contents of the API. What is called most comes first.
 func (a *API) table() []route {
-	r := func(method, path string, handle func(*API, http.ResponseWriter, *request) error) route {
-		return route{method: method, path: strings.Split(path[1:], "/"), handle: handle}
-	}
-	probe := func(path string, handle func(*API, http.ResponseWriter, *request) error) route {
-		x := r("GET", path, handle)
-		x.head, x.waiting = true, true
-		return x
-	}
-	return []route{
-		r("POST", "/api/v1/push", (*API).push),
-		r("GET", "/api/v1/pop", (*API).popDiscovery),
-		r("GET", "/api/v1/pop/queue/{queue}", (*API).popQueue),
-		r("GET", "/api/v1/pop/queue/{queue}/partition/{partition}", (*API).popPartition),
-		r("POST", "/api/v1/ack", (*API).ack),
-		r("POST", "/api/v1/ack/batch", (*API).ackBatch),
-		r("POST", "/api/v1/lease/{leaseId}/extend", (*API).extend),
-		r("POST", "/api/v1/configure", (*API).configure),
-		r("DELETE", "/api/v1/resources/queues/{queue}", (*API).deleteQueue),
-		probe("/health", (*API).health),
-		probe("/ready", (*API).ready),
-	}
+	return slices.Concat([]route{
+		on("POST", "/api/v1/push", writeOnly, (*API).push),
+		on("GET", "/api/v1/pop", readWrite, (*API).popDiscovery),
+		on("GET", "/api/v1/pop/queue/{queue}", readWrite, (*API).popQueue),
+		on("GET", "/api/v1/pop/queue/{queue}/partition/{partition}", readWrite, (*API).popPartition),
+		on("POST", "/api/v1/ack", readWrite, (*API).ack),
+		on("POST", "/api/v1/ack/batch", readWrite, (*API).ackBatch),
+		on("POST", "/api/v1/lease/{leaseId}/extend", readWrite, (*API).extend),
+		on("POST", "/api/v1/configure", readWrite, (*API).configure),
+		on("DELETE", "/api/v1/resources/queues/{queue}", admin, (*API).deleteQueue),
+		probe("/health", open, (*API).health),
+		probe("/ready", open, (*API).ready),
+	}, groupRoutes(), transactionRoutes(), messageRoutes(), deadLetterRoutes(), clearRoutes(), systemRoutes(), resourceRoutes(), analyticsRoutes())
 }
 
 // Handler makes the API servable.
 func (a *API) Handler() http.Handler {
-	a.routes = a.table()
+	a.routes, a.queries = a.table(), db.New(db.Patient{Pool: a.Pool})
 	reason := "migrations pending"
 	a.waiting.Store(&reason)
 	return a
@@ -111,6 +131,11 @@ func (a *API) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 
 func (a *API) serve(w http.ResponseWriter, r *http.Request) error {
 	segments := strings.Split(strings.TrimPrefix(r.URL.EscapedPath(), "/"), "/")
+	for i, s := range segments {
+		if segments[i], _ = url.PathUnescape(s); segments[i] == "" {
+			return errNoRoute
+		}
+	}
 	var allowed []string
 	for i := range a.routes {
 		t := &a.routes[i]
@@ -136,25 +161,21 @@ func (a *API) serve(w http.ResponseWriter, r *http.Request) error {
 		w.Header().Set("Allow", strings.Join(slices.Compact(allowed), ", "))
 		return &httpError{status: http.StatusMethodNotAllowed, text: "Method Not Allowed"}
 	}
-	return &httpError{status: http.StatusNotFound, raw: []byte(`{"error":"Not Found","code":"no_such_route"}`)}
+	return errNoRoute
 }
+
+var errNoRoute = &httpError{status: http.StatusNotFound, raw: []byte(`{"error":"Not Found","code":"no_such_route"}`)}
 
 func (t *route) match(segments []string) (params []string, ok bool) {
 	if len(segments) != len(t.path) {
 		return nil, false
 	}
 	for i, p := range t.path {
-		if p[0] != '{' {
-			if s, err := url.PathUnescape(segments[i]); err != nil || s != p {
-				return nil, false
-			}
-			continue
-		}
-		s, err := url.PathUnescape(segments[i])
-		if err != nil || s == "" {
+		if p[0] == '{' {
+			params = append(params, segments[i])
+		} else if segments[i] != p {
 			return nil, false
 		}
-		params = append(params, s)
 	}
 	return params, true
 }
@@ -197,6 +218,18 @@ func (a *API) write(w http.ResponseWriter, status int, body []byte) error {
 	_, err := w.Write(body)
 	return err
 }
+
+// reply answers with a value as JSON: fields in the order of the struct, a nil slice as [].
+func (a *API) reply(w http.ResponseWriter, status int, v any) error {
+	b, err := json.Marshal(v, json.Deterministic(true))
+	if err != nil {
+		return err
+	}
+	return a.write(w, status, b)
+}
+
+// notFound is a 404 with a fixed text.
+func notFound(text string) error { return &httpError{status: http.StatusNotFound, text: text} }
 
 func retrySoon() int { return 1 + rand.IntN(3) }
 

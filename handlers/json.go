@@ -8,6 +8,7 @@ import (
 	"net/http"
 	"strconv"
 	"sync"
+	"time"
 	"unicode/utf8"
 
 	"github.com/go-json-experiment/json/jsontext"
@@ -273,6 +274,20 @@ func quote(dst []byte, s string) []byte {
 	}
 	return out
 }
+
+// instant is a time in listings: UTC, three decimals, the zero time is null.
+type instant time.Time
+
+// MarshalJSON implements json.Marshaler.
+func (t instant) MarshalJSON() ([]byte, error) {
+	if time.Time(t).IsZero() {
+		return []byte("null"), nil
+	}
+	return time.Time(t).UTC().AppendFormat(nil, `"`+timeMilli+`"`), nil
+}
+
+// timeMilli is the format of times in listings.
+const timeMilli = "2006-01-02T15:04:05.000Z"
 
 // httpError is an error that is an answer.
 type httpError struct {

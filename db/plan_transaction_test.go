@@ -1,0 +1,3 @@
+package db_test
+
+func transactionStatements(w *world) map[string]statement { return nil }

@@ -1,0 +1,3 @@
+package handlers
+
+func analyticsRoutes() []route { return nil }

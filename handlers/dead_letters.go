@@ -1,0 +1,3 @@
+package handlers
+
+func deadLetterRoutes() []route { return nil }

@@ -1,0 +1,3 @@
+package handlers
+
+func messageRoutes() []route { return nil }

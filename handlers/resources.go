@@ -1,0 +1,3 @@
+package handlers
+
+func resourceRoutes() []route { return nil }

@@ -1,0 +1,3 @@
+package handlers
+
+func systemRoutes() []route { return nil }

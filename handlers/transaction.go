@@ -1,0 +1,3 @@
+package handlers
+
+func transactionRoutes() []route { return nil }
