@@ -274,6 +274,10 @@ func start(ctx context.Context, c *Config, log *slog.Logger, pool, flights *pgxp
 	if err != nil {
 		return nil, fmt.Errorf("read the default project: %w", err)
 	}
+	switches, err := q.SystemGet(ctx)
+	if err != nil {
+		return nil, fmt.Errorf("read the maintenance switches: %w", err)
+	}
 	conn, err := pgx.ParseConfig(dsn)
 	if err != nil {
 		return nil, redact(err)
@@ -293,7 +297,9 @@ func start(ctx context.Context, c *Config, log *slog.Logger, pool, flights *pgxp
 	bus = wake.Open(wake.Options{Conn: conn, Log: log, OnHint: b.engine.Hint, OnQueue: b.engine.QueueChanged, OnLost: b.engine.LookAll})
 	b.bus = bus
 	host, _ := os.Hostname()
-	b.maintainer = &maintain.Maintainer{Pool: pool, Log: log, Engine: b.engine, Bus: bus, Name: fmt.Sprintf("%s:%d", host, os.Getpid())}
+	b.maintainer = &maintain.Maintainer{Pool: pool, Log: log, Engine: b.engine, Bus: bus, Name: fmt.Sprintf("%s:%d", host, os.Getpid()),
+		Switches: func(s db.SystemGetRow) { api.SetMaintenance(b.engine, s) }}
+	api.SetMaintenance(b.engine, switches)
 	b.maintainer.Start()
 	api.Changed = func(id int32) {
 		b.engine.Reconsider(id)

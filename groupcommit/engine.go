@@ -108,7 +108,8 @@ type Engine struct {
 	nextDue  chan time.Duration
 	stop     context.Context
 	cancel   context.CancelFunc
-	draining chan struct{} // closed: parked pops end
+	draining bool                          // under park.mu, as are changes of ended
+	ended    atomic.Pointer[chan struct{}] // closed while the broker drains or pops are paused: nothing parks
 	workers  sync.WaitGroup
 	sideWork sync.WaitGroup
 	sideRoom chan struct{} // side lanes may hold so many connections
@@ -121,9 +122,11 @@ func New(o Options) *Engine {
 	}
 	e := &Engine{
 		Options: o, q: db.New(db.Patient{Pool: o.Pool}), dedup: dedup.New(o.DedupBytes),
-		nextDue: make(chan time.Duration, 16), draining: make(chan struct{}),
+		nextDue:  make(chan time.Duration, 16),
 		sideRoom: make(chan struct{}, max(2, int(o.Pool.Config().MaxConns)/2)),
 	}
+	running := make(chan struct{})
+	e.ended.Store(&running)
 	e.stop, e.cancel = context.WithCancel(context.Background())
 	e.SetNow(o.DBNow)
 	e.Catalog = catalog.New(e.stop, o.Pool, o.Project, func(group int32) { e.park.look(group) })
@@ -144,11 +147,36 @@ func New(o Options) *Engine {
 func (e *Engine) Drain() {
 	e.park.mu.Lock()
 	defer e.park.mu.Unlock()
-	select {
-	case <-e.draining:
-	default:
-		close(e.draining)
+	e.draining = true
+	e.endPops()
+}
+
+// PausePops ends parked pops with an empty answer and keeps new ones from parking, until it is switched off.
+func (e *Engine) PausePops(on bool) {
+	e.park.mu.Lock()
+	defer e.park.mu.Unlock()
+	if on {
+		e.endPops()
+	} else if !e.draining && e.over() {
+		running := make(chan struct{})
+		e.ended.Store(&running)
+	}
+}
+
+func (e *Engine) endPops() {
+	if !e.over() {
+		close(*e.ended.Load())
 		e.park.endAll(nil)
+	}
+}
+
+// over says whether nothing may park.
+func (e *Engine) over() bool {
+	select {
+	case <-*e.ended.Load():
+		return true
+	default:
+		return false
 	}
 }
 

@@ -120,12 +120,10 @@ func (p *parking) forget(queue int32) {
 // idle parks a claim that found nothing, ends it when it does not want to wait, or sends it off again when hints have come meanwhile.
 func (p *parking) idle(c *claim) {
 	p.mu.Lock()
-	select {
-	case <-p.e.draining:
+	if p.e.over() {
 		p.mu.Unlock()
 		c.finish(p.e, nil, nil)
 		return
-	default:
 	}
 	c.mu.Lock()
 	over := c.left || c.finished

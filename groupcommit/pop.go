@@ -65,7 +65,7 @@ func (d *Delivery) giveBack(rest *Span) (done []chan struct{}) {
 // patience is how much longer than its timeout a pop waits for the flush its claim is on.
 const patience = 300 * time.Millisecond
 
-// Pop claims messages, waiting for them as long as p says. Nil: there was nothing, or the broker is draining.
+// Pop claims messages, waiting for them as long as p says. Nil: there was nothing, or pops are over (Drain, PausePops).
 // When ctx ends first nothing stays leased, and its error is returned.
 func (e *Engine) Pop(ctx context.Context, p *Pop) (*Delivery, error) {
 	deadline := time.Now().Add(p.Wait)
@@ -152,7 +152,7 @@ func (e *Engine) awaitSeeded(ctx context.Context, seeded <-chan struct{}, deadli
 		return true
 	case <-timer.C:
 	case <-ctx.Done():
-	case <-e.draining:
+	case <-*e.ended.Load():
 	}
 	return false
 }
@@ -281,7 +281,7 @@ func (e *Engine) popFilled(ctx context.Context, p *Pop, q *catalog.Queue, g *cat
 			}
 		case <-timer.C:
 		case <-ctx.Done():
-		case <-e.draining:
+		case <-*e.ended.Load():
 			timer.Stop()
 			return nil, nil
 		}
@@ -344,7 +344,7 @@ func (e *Engine) sign(ctx context.Context, w *watcher, deadline time.Time) (done
 		return false, nil
 	case <-timer.C:
 		return true, nil
-	case <-e.draining:
+	case <-*e.ended.Load():
 		return true, nil
 	case <-ctx.Done():
 		return true, ctx.Err()

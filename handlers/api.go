@@ -39,6 +39,7 @@ type API struct {
 	engine   atomic.Pointer[groupcommit.Engine]
 	waiting  atomic.Pointer[string] // why not ready yet
 	draining atomic.Bool
+	switches switches
 	routes   []route
 	queries  *db.Queries // outside of a transaction, on a connection that is waited for only so long
 }

@@ -106,7 +106,7 @@ func (a *API) popDiscovery(w http.ResponseWriter, r *request) error {
 	if err != nil {
 		return err
 	}
-	if p.Scope == (catalog.Scope{}) {
+	if p.Scope == (catalog.Scope{}) && !a.popPaused() {
 		return &httpError{status: http.StatusBadRequest, raw: []byte(`{"success":false,"error":"namespace or task is required","messages":[]}`)}
 	}
 	return a.pop(w, r, p)
@@ -117,6 +117,10 @@ func (a *API) pop(w http.ResponseWriter, r *request, p *groupcommit.Pop) error {
 		if _, err := io.Copy(io.Discard, http.MaxBytesReader(w, r.Body, a.MaxBody)); err != nil {
 			return errTooLarge
 		}
+	}
+	if a.popPaused() {
+		w.WriteHeader(http.StatusNoContent)
+		return nil
 	}
 	_ = http.NewResponseController(w).SetReadDeadline(time.Time{})
 	d, err := r.engine.Pop(r.Context(), p)

@@ -106,6 +106,9 @@ func (a *API) push(w http.ResponseWriter, r *request) error {
 	if err != nil {
 		return err
 	}
+	if err := a.pushRefused(); err != nil {
+		return err
+	}
 	if len(items) == 0 {
 		return a.write(w, http.StatusCreated, []byte("[]"))
 	}

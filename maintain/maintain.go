@@ -35,6 +35,8 @@ type Maintainer struct {
 	Engine *groupcommit.Engine
 	Bus    *wake.Bus
 	Name   string // of this broker, for people
+	// Switches gets the maintenance switches as they are in the database, at each heartbeat. May be nil.
+	Switches func(db.SystemGetRow)
 
 	id     uuid.UUID
 	q      *db.Queries
@@ -104,6 +106,13 @@ func (m *Maintainer) beat() {
 		}
 		m.Bus.Others(beat.Others > 0)
 		m.Engine.SetNow(beat.Now)
+		if m.Switches != nil {
+			s, err := m.q.SystemGet(ctx)
+			if err != nil {
+				return err
+			}
+			m.Switches(s)
+		}
 		if time.Since(refreshed) > forgetAfter {
 			m.Engine.Catalog.ForgetAll()
 		}
