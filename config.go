@@ -15,6 +15,7 @@ import (
 
 	"github.com/caarlos0/env/v11"
 
+	"ferrymq/auth"
 	"ferrymq/catalog"
 	"ferrymq/handlers"
 	"ferrymq/segment"
@@ -41,8 +42,8 @@ func (b *Bool) UnmarshalText(text []byte) error {
 type Config struct {
 	// TCP port to listen on; 0 takes a free one.
 	Port int `env:"PORT" envDefault:"6632" range:"0..65535"`
-	// Address to listen on. There is no authentication yet: keep it private.
-	BindAddr string `env:"BIND_ADDR" envDefault:"127.0.0.1"`
+	// Address to listen on. Empty: 127.0.0.1, with authentication 0.0.0.0.
+	BindAddr string `env:"BIND_ADDR"`
 	// PostgreSQL 15 or newer, as a URL or as key=value pairs. Empty: what `PGHOST` and its companions say, else a private PostgreSQL under `DATA_DIR`.
 	DatabaseURL string `env:"DATABASE_URL"`
 	// Directory of the private PostgreSQL.
@@ -71,6 +72,44 @@ type Config struct {
 	EncryptionKey string `env:"ENCRYPTION_KEY"`
 	// Former keys, comma-separated: what was stored with them stays readable.
 	EncryptionKeysOld []string `env:"ENCRYPTION_KEYS_OLD"`
+	// Accept JSON Web Tokens; needs a key. It turns authentication on, whatever `AUTH_REQUIRED` says.
+	JWTEnabled Bool `env:"JWT_ENABLED" envDefault:"false"`
+	// Which algorithm tokens are signed with: `HS256`, `HS384`, `HS512`, `RS256` (accepts RS384 and RS512 too), `RS384`, `RS512`, `EdDSA`, `ES256`, or `auto` for all that there is a key for.
+	JWTAlgorithm string `env:"JWT_ALGORITHM" envDefault:"HS256"`
+	// Key for `HS256`, `HS384` and `HS512`, as it stands.
+	JWTSecret string `env:"JWT_SECRET"`
+	// Key for the other algorithms, as PEM; line breaks may be written as `\n`.
+	JWTPublicKey string `env:"JWT_PUBLIC_KEY"`
+	// Where those keys are fetched as a JWK set, when there is no `JWT_PUBLIC_KEY`: http or https.
+	JWTJWKSURL string `env:"JWT_JWKS_URL"`
+	// How often they are fetched, in s. An unknown key id fetches them too, at most every 5 s.
+	JWTJWKSRefreshInterval int `env:"JWT_JWKS_REFRESH_INTERVAL" envDefault:"3600" range:"1..604800"`
+	// How long that may take, in ms.
+	JWTJWKSTimeoutMS int `env:"JWT_JWKS_TIMEOUT_MS" envDefault:"5000" range:"1..60000"`
+	// By how much the clocks of broker and issuer may differ, in s.
+	JWTClockSkew int `env:"JWT_CLOCK_SKEW" envDefault:"30" range:"0..86400"`
+	// What a token must have as its `iss`. Empty: anything.
+	JWTIssuer string `env:"JWT_ISSUER"`
+	// What a token must have as its `aud`, or in it. Empty: anything.
+	JWTAudience string `env:"JWT_AUDIENCE"`
+	// The claim that names one role.
+	JWTRolesClaim string `env:"JWT_ROLES_CLAIM" envDefault:"role"`
+	// The claim that lists roles.
+	JWTRolesArrayClaim string `env:"JWT_ROLES_ARRAY_CLAIM" envDefault:"roles"`
+	// The name of the role that may do everything.
+	JWTRoleAdmin string `env:"JWT_ROLE_ADMIN" envDefault:"admin"`
+	// The name of the role that pushes, consumes, configures and reads.
+	JWTRoleReadWrite string `env:"JWT_ROLE_READ_WRITE" envDefault:"read-write"`
+	// The name of the role that lists and browses.
+	JWTRoleReadOnly string `env:"JWT_ROLE_READ_ONLY" envDefault:"read-only"`
+	// The name of the role that only pushes.
+	JWTRoleWriteOnly string `env:"JWT_ROLE_WRITE_ONLY" envDefault:"write-only"`
+	// Paths that need no token, comma-separated; one that ends in `/` stands for all below it. A value replaces the list.
+	JWTSkipPaths []string `env:"JWT_SKIP_PATHS" envDefault:"/health,/ready,/metrics,/metrics/prometheus"`
+	// Turn authentication on: `ROOT_API_KEY`, and tokens with `JWT_ENABLED`.
+	AuthRequired Bool `env:"AUTH_REQUIRED" envDefault:"false"`
+	// A token that may do everything.
+	RootAPIKey string `env:"ROOT_API_KEY"`
 	// `debug`, `info`, `warn` or `error`.
 	LogLevel slog.Level `env:"LOG_LEVEL" envDefault:"info"`
 	// `text` or `json`.
@@ -93,6 +132,7 @@ type Config struct {
 
 	start catalog.Start
 	keys  *segment.Keys
+	auth  *auth.Verifier // nil: off
 }
 
 // aliases are other names of a setting, in order of precedence after its own.
@@ -148,6 +188,9 @@ func loadConfig(vars map[string]string) (*Config, error) {
 	if c.LogFormat != "text" && c.LogFormat != "json" {
 		return nil, fmt.Errorf("LOG_FORMAT: must be text or json, got %q", c.LogFormat)
 	}
+	if err := c.setAuth(); err != nil {
+		return nil, err
+	}
 	if net.ParseIP(c.BindAddr) == nil && c.BindAddr != "localhost" {
 		return nil, fmt.Errorf("BIND_ADDR: must be an IP address, got %q", c.BindAddr)
 	}
@@ -164,18 +207,6 @@ func loadConfig(vars map[string]string) (*Config, error) {
 	if c.GroupCommitWidth > c.DBPoolSize-2 {
 		return nil, fmt.Errorf("GROUP_COMMIT_WIDTH: must be at least 2 less than DB_POOL_SIZE, which is %d", c.DBPoolSize)
 	}
-	// An operator who asks for authentication must not get an open broker.
-	for _, name := range []string{"JWT_ENABLED", "AUTH_REQUIRED"} {
-		var on Bool
-		if v := vars[name]; v != "" {
-			if err := on.UnmarshalText([]byte(v)); err != nil {
-				return nil, fmt.Errorf("%s: %w", name, err)
-			}
-		}
-		if on {
-			return nil, fmt.Errorf("%s: this version has no authentication; leave it off and keep the broker on a private address", name)
-		}
-	}
 	if c.DatabaseURL == "" && vars["PGHOST"] != "" {
 		dsn, err := libpqDSN(vars, from)
 		if err != nil {
@@ -184,6 +215,30 @@ func loadConfig(vars map[string]string) (*Config, error) {
 		c.DatabaseURL = dsn
 	}
 	return &c, nil
+}
+
+// setAuth turns authentication on when it is asked for. Its settings are checked in any case.
+func (c *Config) setAuth() error {
+	v, err := auth.New(auth.Options{
+		RootKey: c.RootAPIKey, JWT: bool(c.JWTEnabled), Algorithm: c.JWTAlgorithm, Secret: c.JWTSecret, PublicKey: c.JWTPublicKey, JWKSURL: c.JWTJWKSURL,
+		RefreshInterval: time.Duration(c.JWTJWKSRefreshInterval) * time.Second, Timeout: milliseconds(c.JWTJWKSTimeoutMS),
+		ClockSkew: time.Duration(c.JWTClockSkew) * time.Second, Issuer: c.JWTIssuer, Audience: c.JWTAudience,
+		RolesClaim: c.JWTRolesClaim, RolesArrayClaim: c.JWTRolesArrayClaim,
+		RoleAdmin: c.JWTRoleAdmin, RoleReadWrite: c.JWTRoleReadWrite, RoleReadOnly: c.JWTRoleReadOnly, RoleWriteOnly: c.JWTRoleWriteOnly,
+		OpenPaths: c.JWTSkipPaths,
+	})
+	if err != nil {
+		return err
+	}
+	if c.AuthRequired && !c.JWTEnabled && c.RootAPIKey == "" {
+		return errors.New("AUTH_REQUIRED: needs JWT_ENABLED=true or a ROOT_API_KEY")
+	}
+	address := "127.0.0.1"
+	if c.AuthRequired || c.JWTEnabled {
+		c.auth, address = v, "0.0.0.0"
+	}
+	c.BindAddr = cmp.Or(c.BindAddr, address)
+	return nil
 }
 
 // settingError keeps the first of the library's errors, with the variable it is about.

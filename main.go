@@ -75,7 +75,10 @@ func run(ctx context.Context) error {
 		return fmt.Errorf("listen on %s port %d: %w", config.BindAddr, config.Port, err)
 	}
 	defer listener.Close()
-	if ip := net.ParseIP(config.BindAddr); ip != nil && !ip.IsLoopback() {
+	if config.auth != nil {
+		config.auth.Start(log)
+		defer config.auth.Close()
+	} else if ip := net.ParseIP(config.BindAddr); ip != nil && !ip.IsLoopback() {
 		log.Warn("no authentication: whoever reaches this address can read and write all queues", "address", listener.Addr().String())
 	}
 
@@ -95,7 +98,7 @@ func run(ctx context.Context) error {
 	defer pool.Close()
 	defer flights.Close()
 
-	api := &handlers.API{Log: log, Pool: pool, MaxBody: config.MaxBodyBytes, DefaultTimeout: milliseconds(config.DefaultTimeout),
+	api := &handlers.API{Log: log, Pool: pool, MaxBody: config.MaxBodyBytes, Auth: config.auth, DefaultTimeout: milliseconds(config.DefaultTimeout),
 		DefaultStart: config.start, HasKey: config.keys != nil}
 	server := &http.Server{Handler: api.Handler(), ReadHeaderTimeout: 10 * time.Second, ReadTimeout: 5 * time.Minute, IdleTimeout: 2 * time.Minute,
 		MaxHeaderBytes: 64 << 10, ErrorLog: slog.NewLogLogger(log.Handler(), slog.LevelDebug)}
@@ -118,7 +121,7 @@ func run(ctx context.Context) error {
 		return err
 	}
 	log.Info("ready", "flushers", config.GroupCommitWidth, "connections", config.DBPoolSize, "schema", schema.Known())
-	if embedded != nil {
+	if embedded != nil && config.auth == nil {
 		fmt.Fprintf(os.Stderr, "\nTry it:\n  curl -s -X POST http://%[1]s/api/v1/push -d '{\"items\":[{\"queue\":\"hello\",\"payload\":{\"n\":1}}]}'\n"+
 			"  curl -s 'http://%[1]s/api/v1/pop/queue/hello?wait=true&autoAck=true'\n\n", listener.Addr())
 	}

@@ -96,7 +96,7 @@ func (p *Push) hash(h segment.Hasher) {
 func (e *Engine) boardPush(p *Push) {
 	p.bytes = 0
 	for i := range p.Messages {
-		p.bytes += len(p.Messages[i].Payload) + len(p.Messages[i].TransactionID)
+		p.bytes += len(p.Messages[i].Payload) + len(p.Messages[i].TransactionID) + len(p.Messages[i].ProducerSub)
 	}
 	ok := e.dock.enter(p.Partition.Lane, func(b *board) {
 		b.pushes = append(b.pushes, p)

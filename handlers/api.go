@@ -17,6 +17,7 @@ import (
 	"github.com/go-json-experiment/json"
 	"github.com/jackc/pgx/v5/pgxpool"
 
+	"ferrymq/auth"
 	"ferrymq/catalog"
 	"ferrymq/db"
 	"ferrymq/groupcommit"
@@ -31,6 +32,7 @@ type API struct {
 	Pool    *pgxpool.Pool
 	MaxBody int64
 
+	Auth           *auth.Verifier // nil: whoever comes may do everything
 	DefaultTimeout time.Duration  // of a waiting pop that names none
 	DefaultStart   catalog.Start  // of a group that names none
 	HasKey         bool           // an encryption key is configured
@@ -66,6 +68,19 @@ const (
 	admin
 )
 
+// roles are those that are allowed. What is open to all is so by the list of open paths; taken off it, it is a read.
+func (l level) roles() auth.Role {
+	switch l {
+	case admin:
+		return auth.Admin
+	case readWrite:
+		return auth.ReadWrite | auth.Admin
+	case writeOnly:
+		return auth.WriteOnly | auth.ReadWrite | auth.Admin
+	}
+	return auth.ReadOnly | auth.ReadWrite | auth.Admin
+}
+
 func on(method, path string, l level, handle handler) route {
 	return route{method: method, path: strings.Split(path[1:], "/"), level: l, handle: handle}
 }
@@ -82,6 +97,7 @@ type request struct {
 	*http.Request
 	engine *groupcommit.Engine
 	params []string
+	sub    string // whom the token names; "" is nobody
 }
 
 // table is the table of contents of the API. What is called most comes first.
@@ -151,11 +167,15 @@ func (a *API) serve(w http.ResponseWriter, r *http.Request) error {
 			}
 			continue
 		}
+		sub, err := a.authorize(r, segments, t.level)
+		if err != nil {
+			return err
+		}
 		e := a.engine.Load()
 		if e == nil && !t.waiting {
 			return busy("not ready")
 		}
-		return t.handle(a, w, &request{Request: r, engine: e, params: params})
+		return t.handle(a, w, &request{Request: r, engine: e, params: params, sub: sub})
 	}
 	if len(allowed) > 0 {
 		slices.Sort(allowed)
@@ -163,6 +183,21 @@ func (a *API) serve(w http.ResponseWriter, r *http.Request) error {
 		return &httpError{status: http.StatusMethodNotAllowed, text: "Method Not Allowed"}
 	}
 	return errNoRoute
+}
+
+// authorize looks at a request that has a route and whose body nobody has read. It returns the subject of its token.
+func (a *API) authorize(r *http.Request, path []string, l level) (sub string, err error) {
+	if a.Auth == nil || a.Auth.Open(path) {
+		return "", nil
+	}
+	id, err := a.Auth.Authenticate(r.Context(), r.Header["Authorization"])
+	if err != nil {
+		return "", &httpError{status: http.StatusUnauthorized, text: err.Error()}
+	}
+	if id.Roles&l.roles() == 0 {
+		return "", &httpError{status: http.StatusForbidden, text: "Insufficient permissions"}
+	}
+	return id.Subject, nil
 }
 
 var errNoRoute = &httpError{status: http.StatusNotFound, raw: []byte(`{"error":"Not Found","code":"no_such_route"}`)}
@@ -198,6 +233,9 @@ func (a *API) fail(w http.ResponseWriter, r *http.Request, err error) int {
 	}
 	if known.retry > 0 {
 		w.Header().Set("Retry-After", strconv.Itoa(known.retry))
+	}
+	if known.status == http.StatusUnauthorized {
+		w.Header().Set("WWW-Authenticate", "Bearer")
 	}
 	if known.status == http.StatusRequestEntityTooLarge {
 		w.Header().Set("Connection", "close") // the rest of the body is not worth reading

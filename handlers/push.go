@@ -22,6 +22,7 @@ type pushItem struct {
 	transactionID    string // "": minted
 	payload          []byte // a slice of the body
 	payloadSeen      bool
+	sub              string // whom the token of the request names
 }
 
 // target is the items of a request for one (queue, partition), and what became of them.
@@ -112,6 +113,9 @@ func (a *API) push(w http.ResponseWriter, r *request) error {
 	if len(items) == 0 {
 		return a.write(w, http.StatusCreated, []byte("[]"))
 	}
+	for i := range items {
+		items[i].sub = r.sub
+	}
 	targets := group(items)
 	var pushes []*groupcommit.Push
 	resolve(r.Context(), r.engine, items, targets)
@@ -191,7 +195,7 @@ func resolve(ctx context.Context, e *groupcommit.Engine, items []pushItem, targe
 func newPush(q *catalog.Queue, part *catalog.Partition, items []pushItem, t *target) *groupcommit.Push {
 	p := &groupcommit.Push{Queue: q, Partition: part, Messages: make([]segment.Message, len(t.items))}
 	for n, i := range t.items {
-		p.Messages[n] = segment.Message{TransactionID: items[i].transactionID, Payload: items[i].payload}
+		p.Messages[n] = segment.Message{TransactionID: items[i].transactionID, ProducerSub: items[i].sub, Payload: items[i].payload}
 	}
 	return p
 }
