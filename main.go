@@ -35,6 +35,10 @@ const drainNotice = time.Second
 // drainTimeout is how long running requests may take to finish after that.
 const drainTimeout = 7 * time.Second
 
+// idleTimeout is longer than load balancers keep a connection that nobody uses (600 s at most): so it is they who close it, and
+// never we just when they send the next request.
+const idleTimeout = 620 * time.Second
+
 // ballast is never touched and costs no memory. It makes the collector wait for at least as much garbage again:
 // without it a broker with a small heap spends a tenth of its time collecting.
 var ballast = make([]byte, 64<<20)
@@ -67,7 +71,11 @@ func run(ctx context.Context) error {
 	}
 	log := newLogger(config)
 
-	listener, err := net.Listen("tcp", net.JoinHostPort(config.BindAddr, strconv.Itoa(config.Port)))
+	network := "tcp"
+	if net.ParseIP(config.BindAddr).To4() != nil {
+		network = "tcp4" // "tcp" takes 0.0.0.0 for all addresses, those of IPv6 too
+	}
+	listener, err := net.Listen(network, net.JoinHostPort(config.BindAddr, strconv.Itoa(config.Port)))
 	if errors.Is(err, syscall.EADDRINUSE) {
 		return fmt.Errorf("port %d on %s is in use: stop what uses it, or set PORT to another one", config.Port, config.BindAddr)
 	}
@@ -80,6 +88,9 @@ func run(ctx context.Context) error {
 		defer config.auth.Close()
 	} else if ip := net.ParseIP(config.BindAddr); ip != nil && !ip.IsLoopback() {
 		log.Warn("no authentication: whoever reaches this address can read and write all queues", "address", listener.Addr().String())
+	}
+	if config.auth == nil && config.RootAPIKey+config.JWTSecret+config.JWTPublicKey+config.JWTJWKSURL != "" {
+		log.Warn("a key for authentication is set, but it is off: JWT_ENABLED or AUTH_REQUIRED turn it on")
 	}
 
 	dsn, embedded := config.DatabaseURL, (*localpg.Server)(nil)
@@ -100,8 +111,8 @@ func run(ctx context.Context) error {
 
 	api := &handlers.API{Log: log, Pool: pool, MaxBody: config.MaxBodyBytes, Auth: config.auth, DefaultTimeout: milliseconds(config.DefaultTimeout),
 		DefaultStart: config.start, HasKey: config.keys != nil}
-	server := &http.Server{Handler: api.Handler(), ReadHeaderTimeout: 10 * time.Second, ReadTimeout: 5 * time.Minute, IdleTimeout: 2 * time.Minute,
-		MaxHeaderBytes: 64 << 10, ErrorLog: slog.NewLogLogger(log.Handler(), slog.LevelDebug)}
+	server := &http.Server{Handler: api.Handler(), ReadHeaderTimeout: 10 * time.Second, ReadTimeout: 5 * time.Minute, IdleTimeout: idleTimeout,
+		MaxHeaderBytes: 128 << 10, ErrorLog: slog.NewLogLogger(log.Handler(), slog.LevelDebug)}
 	served := make(chan error, 1)
 	go func() { served <- server.Serve(listener) }()
 	defer server.Close()

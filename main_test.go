@@ -3,14 +3,19 @@ package main
 import (
 	"bytes"
 	"context"
+	"crypto/ed25519"
+	"crypto/x509"
 	"debug/elf"
+	"encoding/base64"
 	"encoding/json"
+	"encoding/pem"
 	"errors"
 	"fmt"
 	"io"
 	"maps"
 	"net"
 	"net/http"
+	"net/http/httptest"
 	"net/url"
 	"os"
 	"os/exec"
@@ -26,6 +31,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/golang-jwt/jwt/v5"
 	"github.com/jackc/pgx/v5"
 
 	"ferrymq/dbtest"
@@ -773,7 +779,13 @@ func TestLoadConfig(t *testing.T) {
 		{"QUEEN_ENCRYPTION_KEY=" + key, func(c *Config) bool { return c.keys != nil }},
 		{"ENCRYPTION_KEY=" + key + " ENCRYPTION_KEYS_OLD=" + old, func(c *Config) bool { return len(c.keys.Numbers()) == 3 }},
 		{"DATABASE_URL=postgres://a/b PGHOST=c", func(c *Config) bool { return c.DatabaseURL == "postgres://a/b" }},
-		{"JWT_ENABLED=false AUTH_REQUIRED=0", func(*Config) bool { return true }},
+		{"JWT_ENABLED=false AUTH_REQUIRED=0 JWT_SECRET=x ROOT_API_KEY=x", func(c *Config) bool { return c.auth == nil && c.BindAddr == "127.0.0.1" }},
+		{"JWT_ENABLED=true JWT_SECRET=x", func(c *Config) bool { return c.auth != nil && c.BindAddr == "0.0.0.0" }},
+		{"JWT_ENABLED=true AUTH_REQUIRED=false JWT_SECRET=x", func(c *Config) bool { return c.auth != nil }},
+		{"AUTH_REQUIRED=on ROOT_API_KEY=x", func(c *Config) bool { return c.auth != nil && c.BindAddr == "0.0.0.0" }},
+		{"AUTH_REQUIRED=on ROOT_API_KEY=x BIND_ADDR=10.1.2.3", func(c *Config) bool { return c.BindAddr == "10.1.2.3" }},
+		{"JWT_ENABLED=1 JWT_ALGORITHM=EdDSA JWT_JWKS_URL=https://user:password@issuer/keys", func(c *Config) bool { return c.auth != nil }},
+		{"JWT_SKIP_PATHS=,", func(c *Config) bool { return len(strings.Join(c.JWTSkipPaths, "")) == 0 }},
 	} {
 		if c, err := loadConfig(parseVars(x.vars)); err != nil || !x.ok(c) {
 			t.Errorf("%s: %+v (%v)", x.vars, c, err)
@@ -788,7 +800,9 @@ func TestLoadConfig(t *testing.T) {
 		"MAX_PARKED=-1", "PUSH_QUEUE_MAX=0", "RETENTION_INTERVAL=1", "RETENTION_BATCH_SIZE=0", "PARTITION_CLEANUP_DAYS=-1",
 		"ENCRYPTION_KEY=abc", "ENCRYPTION_KEY=" + strings.Repeat("g", 64), "ENCRYPTION_KEYS_OLD=" + old,
 		"ENCRYPTION_KEYS_OLD=Secret ENCRYPTION_KEY=" + key,
-		"JWT_ENABLED=true", "JWT_ENABLED=tru", "AUTH_REQUIRED=1",
+		"JWT_ENABLED=true", "JWT_ENABLED=tru", "AUTH_REQUIRED=1", "AUTH_REQUIRED=2", "JWT_ALGORITHM=HS255", "JWT_PUBLIC_KEY=Secret",
+		"JWT_JWKS_URL=ftp://Secret", "JWT_JWKS_URL=http://Secret:%zz", "ROOT_API_KEY=Secret\x00", "JWT_SKIP_PATHS=ready", "JWT_CLOCK_SKEW=-1",
+		"JWT_ALGORITHM=RS256 JWT_ENABLED=true JWT_SECRET=Secret", "JWT_SECRET= JWT_ENABLED=true JWT_JWKS_URL=https://Secret@x",
 		"PGPORT=x PGHOST=h", "PG_PORT=0 PGHOST=h", "PGSSLMODE=no PGHOST=h", "PG_USE_SSL=maybe PGHOST=h",
 		"PG_SSL_REJECT_UNAUTHORIZED=maybe PGHOST=h", "PGSSLROOTCERT=/not/there PGHOST=h", "PG_SSL_ROOT_CERT=/not/there PGHOST=h",
 	} {
@@ -801,6 +815,179 @@ func TestLoadConfig(t *testing.T) {
 		} else if strings.Contains(err.Error(), "Secret") || strings.Contains(err.Error(), old) {
 			t.Errorf("%s: the error shows a key: %v", vars, err)
 		}
+	}
+}
+
+// A key that another algorithm is for stops the start.
+func TestPublicKeyMustFit(t *testing.T) {
+	t.Parallel()
+	public, _, err := ed25519.GenerateKey(nil)
+	if err != nil {
+		t.Fatal(err)
+	}
+	der, err := x509.MarshalPKIXPublicKey(public)
+	if err != nil {
+		t.Fatal(err)
+	}
+	text := string(pem.EncodeToMemory(&pem.Block{Type: "PUBLIC KEY", Bytes: der}))
+	for algorithm, ok := range map[string]bool{"EdDSA": true, "auto": true, "RS256": false, "ES256": false, "HS256": false} {
+		for _, key := range []string{text, strings.ReplaceAll(text, "\n", `\n`)} {
+			_, err := loadConfig(map[string]string{"JWT_ENABLED": "true", "JWT_ALGORITHM": algorithm, "JWT_PUBLIC_KEY": key})
+			if (err == nil) != ok {
+				t.Errorf("%s: %v", algorithm, err)
+			} else if err != nil && algorithm != "HS256" && !strings.Contains(err.Error(), "JWT_PUBLIC_KEY") {
+				t.Errorf("%s: %v does not name it", algorithm, err)
+			}
+		}
+	}
+}
+
+// Where a broker listens, and what it says about that.
+func TestListenAddress(t *testing.T) {
+	t.Parallel()
+	const warning, unused = "no authentication: whoever reaches this address", "a key for authentication is set, but it is off"
+	for _, c := range []struct {
+		settings, address string
+		warns, unused     bool
+	}{
+		{"", "127.0.0.1", false, false},
+		{"BIND_ADDR=0.0.0.0", "0.0.0.0", true, false},
+		{"BIND_ADDR=127.0.0.2", "127.0.0.2", false, false},
+		{"AUTH_REQUIRED=true ROOT_API_KEY=Secret", "0.0.0.0", false, false},
+		{"JWT_ENABLED=true JWT_SECRET=Secret", "0.0.0.0", false, false},
+		{"JWT_ENABLED=true JWT_SECRET=Secret BIND_ADDR=127.0.0.1", "127.0.0.1", false, false},
+		{"ROOT_API_KEY=Secret", "127.0.0.1", false, true},
+		{"JWT_SECRET=Secret BIND_ADDR=0.0.0.0", "0.0.0.0", true, true},
+	} {
+		// No database: what is looked at is said before one is needed.
+		p := spawn(t, append(strings.Fields(c.settings), "DATABASE_URL=host=/nonexistent", "LOG_LEVEL=debug")...)
+		p.await(t, `waiting for the database`)
+		at, _, err := net.SplitHostPort(strings.TrimPrefix(p.url(t), "http://"))
+		if err != nil || at != c.address {
+			t.Errorf("%s: listens on %s (%v)", c.settings, at, err)
+		}
+		if s := p.String(); strings.Contains(s, warning) != c.warns || strings.Contains(s, unused) != c.unused || strings.Contains(s, "Secret") {
+			t.Errorf("%s: said\n%s", c.settings, s)
+		}
+		p.signal(t, os.Interrupt)
+	}
+}
+
+// Tokens of an issuer whose keys are fetched: it may come later than the broker, and when it replaces a key, tokens of the
+// old one end with the next fetch. Nothing of a token or a key is said.
+func TestIssuer(t *testing.T) {
+	t.Parallel()
+	var set atomic.Pointer[string]
+	issuer := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		if s := set.Load(); s != nil {
+			io.WriteString(w, *s)
+		} else {
+			w.WriteHeader(http.StatusBadGateway)
+		}
+	}))
+	defer issuer.Close()
+	p := spawn(t, "DATABASE_URL="+dbtest.New(t), "JWT_ENABLED=true", "JWT_ALGORITHM=EdDSA", "JWT_JWKS_URL="+issuer.URL+"/Secret",
+		"JWT_JWKS_REFRESH_INTERVAL=1", "BIND_ADDR=127.0.0.1", "LOG_LEVEL=debug")
+	url := p.ready(t)
+	var tokens [2]string
+	var sets [2]string
+	for i := range tokens {
+		public, private, err := ed25519.GenerateKey(nil)
+		if err != nil {
+			t.Fatal(err)
+		}
+		sets[i] = fmt.Sprintf(`{"keys":[{"kty":"OKP","crv":"Ed25519","kid":"%d","x":%q}]}`, i, base64.RawURLEncoding.EncodeToString(public))
+		token := jwt.NewWithClaims(jwt.SigningMethodEdDSA, jwt.MapClaims{"sub": fmt.Sprint("producer-", i), "role": "read-write"})
+		token.Header["kid"] = fmt.Sprint(i)
+		if tokens[i], err = token.SignedString(private); err != nil {
+			t.Fatal(err)
+		}
+	}
+	push := func(token string) (int, string) {
+		r, err := http.NewRequest("POST", url+"/api/v1/push", strings.NewReader(`{"items":[{"queue":"q","payload":1}]}`))
+		if err != nil {
+			t.Fatal(err)
+		}
+		r.Header.Set("Authorization", "Bearer "+token)
+		resp, err := p.client.Do(r)
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer resp.Body.Close()
+		b, _ := io.ReadAll(resp.Body)
+		return resp.StatusCode, string(b)
+	}
+	becomes := func(token string, want int) string {
+		t.Helper()
+		tick := time.NewTicker(50 * time.Millisecond)
+		defer tick.Stop()
+		for end := time.Now().Add(patience); ; <-tick.C {
+			status, body := push(token)
+			if status == want {
+				return body
+			}
+			if time.Now().After(end) {
+				t.Fatalf("%d %s, want %d", status, body, want)
+			}
+		}
+	}
+	const unknown = `{"error":"Unknown key ID"}`
+	if status, body := push(tokens[0]); status != 401 || body != unknown {
+		t.Errorf("before the issuer answers: %d %s", status, body)
+	}
+	set.Store(&sets[0])
+	becomes(tokens[0], 201)
+	if status, body := push(tokens[1]); status != 401 || body != unknown {
+		t.Errorf("a key that is not published yet: %d %s", status, body)
+	}
+	set.Store(&sets[1])
+	if body := becomes(tokens[0], 401); body != unknown {
+		t.Error(body)
+	}
+	becomes(tokens[1], 201)
+	for _, secret := range []string{"Secret", tokens[0][strings.LastIndex(tokens[0], ".")+1:], tokens[1][strings.LastIndex(tokens[1], ".")+1:]} {
+		if strings.Contains(p.String(), secret) {
+			t.Errorf("%q is in what it said", secret)
+		}
+	}
+}
+
+// Clients that never finish what they send cost little and not for long, and a long poll is not taken for one of them.
+func TestSlowClients(t *testing.T) {
+	t.Parallel()
+	p := spawn(t, "DATABASE_URL="+dbtest.New(t))
+	url := p.ready(t)
+	addr := strings.TrimPrefix(url, "http://")
+	began := time.Now()
+	poll := make(chan int, 1)
+	go func() {
+		status, _, _ := p.call("GET", url+"/api/v1/pop/queue/q?wait=true&timeout=14000", "")
+		poll <- status
+	}()
+	var conns []net.Conn
+	for range 200 {
+		c, err := net.Dial("tcp", addr)
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer c.Close()
+		if _, err := io.WriteString(c, "GET /health HTTP/1.1\r\nHost: x\r\nX-Slow: "); err != nil {
+			t.Fatal(err)
+		}
+		conns = append(conns, c)
+	}
+	p.must(t, 201, "POST", url+"/api/v1/push", `{"items":[{"queue":"other","payload":1}]}`)
+	for _, c := range conns {
+		_ = c.SetReadDeadline(time.Now().Add(patience))
+		if _, err := io.Copy(io.Discard, c); err != nil && !errors.Is(err, syscall.ECONNRESET) {
+			t.Fatalf("after %v: %v", time.Since(began), err)
+		}
+	}
+	if d := time.Since(began); d > 13*time.Second {
+		t.Errorf("closed after %v", d)
+	}
+	if status := <-poll; status != 204 || time.Since(began) < 14*time.Second {
+		t.Errorf("the long poll ended with %d after %v", status, time.Since(began))
 	}
 }
 

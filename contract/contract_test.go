@@ -51,6 +51,7 @@
 //	                            "pause 1s" inside waits. "& name raw [N]" is possible
 //	bytes "…"                   a body line in Go syntax
 //	wait 1100ms                 lets time pass
+//	jwt name {"role":"admin"}   a token with these claims: HS256, signed with the key "contract"
 //	sql statement               on the database; "=> a|b" lines are the rows
 //	database off · on           ends and refuses all connections to it · lets them in again
 //	for x in a b c … end        repeats the lines between, $x replaced
@@ -59,7 +60,7 @@
 // # Checked on every answer
 //
 // A 204 has no body, no Content-Length and no Content-Type. Everything else
-// is valid JSON of type application/json. A 405 has Allow. A 503 has Retry-After,
+// is valid JSON of type application/json. A 405 has Allow, a 401 WWW-Authenticate. A 503 has Retry-After,
 // except from probes. No error names SQL, source files or other products.
 package contract
 

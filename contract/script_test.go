@@ -20,6 +20,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/golang-jwt/jwt/v5"
 	"github.com/jackc/pgx/v5/pgconn"
 
 	"ferrymq/dbtest"
@@ -227,6 +228,9 @@ func (s *script) step() error {
 		}
 		time.Sleep(d)
 		return nil
+	case verb == "jwt":
+		name, claims, _ := strings.Cut(rest, " ")
+		return s.token(name, claims)
 	case verb == "sql":
 		return s.sql(rest)
 	case verb == "database":
@@ -334,7 +338,11 @@ func (s *script) request(head string) (*call, error) {
 	var body []byte
 	for _, l := range lines {
 		if m := headerLine.FindStringSubmatch(l); m != nil && body == nil {
-			header.Add(m[1], m[2])
+			value, err := s.fill(m[2])
+			if err != nil {
+				return nil, err
+			}
+			header.Add(m[1], value)
 			continue
 		}
 		l, err := s.fill(strings.TrimLeft(l, " "))
@@ -366,6 +374,17 @@ func (s *script) request(head string) (*call, error) {
 		return s.client.Do(req)
 	}
 	return c, nil
+}
+
+// token makes a token, signed by HS256 with the key "contract".
+func (s *script) token(name, claims string) error {
+	var c jwt.MapClaims
+	if err := json.Unmarshal([]byte(repeats(claims)), &c); err != nil {
+		return errScript{err}
+	}
+	t, err := jwt.NewWithClaims(jwt.SigningMethodHS256, c).SignedString([]byte("contract"))
+	s.vars[name] = t
+	return err
 }
 
 func sendRaw(ctx context.Context, addr string, lines []string) (*http.Response, error) {
@@ -588,6 +607,9 @@ func always(c *call) error {
 	}
 	if code >= 400 && foreign.MatchString(c.body) {
 		return fmt.Errorf("the error says %q", foreign.FindString(c.body))
+	}
+	if got := h.Get("WWW-Authenticate"); (code == 401) != (got == "Bearer") {
+		return fmt.Errorf("%d with WWW-Authenticate %q", code, got)
 	}
 	if code == 405 && h.Get("Allow") == "" {
 		return errors.New("405 without Allow")
