@@ -7,6 +7,7 @@ import (
 	"go/ast"
 	"go/parser"
 	"go/token"
+	"net"
 	"os"
 	"os/exec"
 	"path/filepath"
@@ -76,7 +77,7 @@ func TestReadmeCommandsAreTested(t *testing.T) {
 			counts[b.heading]++
 		}
 	}
-	if want := map[string]int{"From nothing": 2, "Push, pop, ack": 4, "In production": 2}; !reflect.DeepEqual(counts, want) {
+	if want := map[string]int{"From nothing": 2, "Push, pop, ack": 4, "Authentication": 2, "In production": 2}; !reflect.DeepEqual(counts, want) {
 		t.Errorf("shell blocks per section: %v, tests know %v", counts, want)
 	}
 	if s := sh(t, "From nothing"); s[1] != "go test ./...\n" {
@@ -116,18 +117,27 @@ func shape(s string) string {
 	return breaks.ReplaceAllString(s, "")
 }
 
+// curlHome is a home directory whose curl takes the address in the README for that of this broker.
+func curlHome(t *testing.T, p *process) string {
+	t.Helper()
+	_, port, err := net.SplitHostPort(strings.TrimPrefix(p.ready(t), "http://"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	home := t.TempDir()
+	if err := os.WriteFile(filepath.Join(home, ".curlrc"), []byte("connect-to = 127.0.0.1:6632:127.0.0.1:"+port+"\nnoproxy = *\n"), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	return home
+}
+
 // The curl lines are run as they stand; curl itself is told that the address is another one.
 func TestReadmeExample(t *testing.T) {
 	t.Parallel()
 	if _, err := exec.LookPath("curl"); err != nil {
 		t.Skip("curl is not installed")
 	}
-	p := spawn(t, "DATABASE_URL="+dbtest.New(t))
-	addr := strings.TrimPrefix(p.ready(t), "http://")
-	home := t.TempDir()
-	if err := os.WriteFile(filepath.Join(home, ".curlrc"), []byte("connect-to = 127.0.0.1:6632:"+addr+"\nnoproxy = *\n"), 0o600); err != nil {
-		t.Fatal(err)
-	}
+	home := curlHome(t, spawn(t, "DATABASE_URL="+dbtest.New(t)))
 	_, blocks := readme(t)
 	blocks = slices.DeleteFunc(blocks, func(b block) bool { return b.heading != "Push, pop, ack" })
 	var before string // blocks build on each other; what an earlier one prints is not wanted again
@@ -154,6 +164,34 @@ func TestReadmeExample(t *testing.T) {
 				before += line
 			}
 		}
+	}
+}
+
+// The broker gets the settings of the first command, the second is run as it stands.
+func TestReadmeAuthentication(t *testing.T) {
+	t.Parallel()
+	if _, err := exec.LookPath("curl"); err != nil {
+		t.Skip("curl is not installed")
+	}
+	blocks := sh(t, "Authentication")
+	settings, ok := strings.CutSuffix(blocks[0], " go run .\n")
+	if !ok {
+		t.Fatalf("the broker is started with %q", blocks[0])
+	}
+	p := spawn(t, append(strings.Fields(settings), "DATABASE_URL="+dbtest.New(t))...)
+	home := curlHome(t, p)
+	for command, want := range map[string]string{
+		blocks[1]: `"status":"queued"`,
+		strings.ReplaceAll(blocks[1], "Authorization: ", "X-Other: "): `{"error":"Authentication required"}`,
+	} {
+		cmd := exec.Command("sh", "-c", command)
+		cmd.Env = append(os.Environ(), "CURL_HOME="+home, "HOME="+home)
+		if out, err := cmd.CombinedOutput(); err != nil || !strings.Contains(string(out), want) {
+			t.Errorf("%s\n%v: %s", command, err, out)
+		}
+	}
+	if !strings.Contains(p.url(t), "//0.0.0.0:") {
+		t.Errorf("it listens on %s", p.url(t))
 	}
 }
 
