@@ -123,11 +123,11 @@ type Config struct {
 	// Messages that may wait to be written; a push beyond is answered 503.
 	PushQueueMax int64 `env:"PUSH_QUEUE_MAX" envDefault:"65536" range:"1..1000000000"`
 
-	// Period of the retention sweep, in ms. Checked, but without effect until retention is built.
+	// Period of the retention sweep, in ms. One broker does it for all.
 	RetentionInterval int `env:"RETENTION_INTERVAL" envDefault:"5000" range:"100..86400000"`
-	// Segments that one step of it removes. Checked, but without effect until retention is built.
+	// Segments that one statement of it removes.
 	RetentionBatchSize int `env:"RETENTION_BATCH_SIZE" envDefault:"1000" range:"1..1000000"`
-	// Days after which an idle, empty partition goes; 0 = never. Checked, but without effect until retention is built.
+	// Days after which an empty partition that nothing is pushed to goes; 0 = never.
 	PartitionCleanupDays int `env:"PARTITION_CLEANUP_DAYS" envDefault:"30" range:"0..36500"`
 
 	start catalog.Start

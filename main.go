@@ -312,7 +312,8 @@ func start(ctx context.Context, c *Config, log *slog.Logger, pool, flights *pgxp
 	b.bus = bus
 	host, _ := os.Hostname()
 	b.maintainer = &maintain.Maintainer{Pool: pool, Log: log, Engine: b.engine, Bus: bus, Name: fmt.Sprintf("%s:%d", host, os.Getpid()),
-		Switches: func(s db.SystemGetRow) { api.SetMaintenance(b.engine, s) }}
+		Switches:          func(s db.SystemGetRow) { api.SetMaintenance(b.engine, s) },
+		RetentionInterval: milliseconds(c.RetentionInterval), RetentionBatch: int64(c.RetentionBatchSize), CleanupDays: int32(c.PartitionCleanupDays)}
 	api.SetMaintenance(b.engine, switches)
 	b.maintainer.Start()
 	api.Changed = func(id int32) {

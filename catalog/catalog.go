@@ -49,11 +49,19 @@ type Row struct {
 // Row is nil while the partition is not known to exist.
 func (p *Partition) Row() *Row { return p.row.Load() }
 
-// Created records the row, after the commit that made it or when it was read.
-func (p *Partition) Created(r Row) { p.row.Store(&r) }
+// Created records the row, after the commit that made it or when it was read. The offsets of a new one start from 0.
+func (p *Partition) Created(r Row) {
+	if old := p.row.Swap(&r); old != nil && old.ID != r.ID {
+		p.tail.Store(0)
+	}
+}
 
 // Forget drops a row that turned out to be gone; a newer one stays.
-func (p *Partition) Forget(r *Row) { p.row.CompareAndSwap(r, nil) }
+func (p *Partition) Forget(r *Row) {
+	if p.row.CompareAndSwap(r, nil) {
+		p.tail.Store(0)
+	}
+}
 
 // SeenTail notes that the next offset of the partition is at least n. A hint for waking, not for correctness.
 func (p *Partition) SeenTail(n int64) {
@@ -306,6 +314,14 @@ func (c *Catalog) Configure(ctx context.Context, name string, change func(*Queue
 					return err
 				}
 			}
+			if r := after.RetainSeconds; r != nil && (before.RetainSeconds == nil || *r != *before.RetainSeconds) {
+				// Once more when every statement that began under the old rules has ended.
+				for _, delay := range []int32{0, 60} {
+					if err := tq.JobCreate(ctx, db.JobCreateParams{Kind: "retention", QueueID: after.ID, DelaySeconds: delay}); err != nil {
+						return err
+					}
+				}
+			}
 			if after.DelayedProcessing != before.DelayedProcessing || after.WindowBuffer != before.WindowBuffer {
 				recheck = true
 				return tq.JobCreate(ctx, db.JobCreateParams{Kind: "recheck", QueueID: after.ID, DelaySeconds: 5})
@@ -406,6 +422,16 @@ func (c *Catalog) ForgetAll() {
 	c.groups.clear()
 	c.discovered.clear()
 	c.met.clear()
+}
+
+// Removed forgets a partition that was cleaned up.
+func (c *Catalog) Removed(queue int32, partition string, id int64, public uuid.UUID) {
+	if p, ok := c.partitions.get(name{queue, partition}); ok {
+		if r := p.Row(); r != nil && r.ID == id {
+			p.Forget(r)
+		}
+	}
+	c.public.drop(public)
 }
 
 // Known returns a queue's partition when both are remembered, without looking anything up.

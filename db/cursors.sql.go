@@ -250,15 +250,16 @@ func (q *Queries) ReadyGroups(ctx context.Context, arg ReadyGroupsParams) ([]Rea
 }
 
 const ReadyPartitions = `-- name: ReadyPartitions :many
-select c.group_id, c.partition_id
+select t.group_id::int as group_id, t.partition_id::bigint as partition_id
 from rows from (unnest($1::int[]), unnest($2::bigint[])) as t (group_id, partition_id)
-cross join lateral (
-    select x.group_id, x.partition_id from ferrymq.cursors x
+left join lateral (
+    select x.pending and (x.not_before is null or x.not_before <= clock_timestamp())
+           and (x.lease_until is null or x.lease_until < clock_timestamp()) as ready
+    from ferrymq.cursors x
     where x.group_id = t.group_id::int and x.partition_id = t.partition_id::bigint
-      and x.pending and (x.not_before is null or x.not_before <= clock_timestamp())
-      and (x.lease_until is null or x.lease_until < clock_timestamp())
     limit 1
-) c
+) c on true
+where coalesce(c.ready, true)
 `
 
 type ReadyPartitionsParams struct {
@@ -271,7 +272,8 @@ type ReadyPartitionsRow struct {
 	PartitionID int64
 }
 
-// The same for pops parked on one partition. Lateral, or a plan made while the table was small reads the table.
+// The same for pops parked on one partition. One whose cursor is gone, with the partition, comes too: its claim finds that out.
+// Lateral, or a plan made while the table was small reads the table.
 func (q *Queries) ReadyPartitions(ctx context.Context, arg ReadyPartitionsParams) ([]ReadyPartitionsRow, error) {
 	rows, err := q.db.Query(ctx, ReadyPartitions, arg.GroupIds, arg.PartitionIds)
 	if err != nil {

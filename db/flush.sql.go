@@ -20,7 +20,9 @@ with target as materialized (
     update ferrymq.partitions p
     set next_offset = p.next_offset + t.total,
         -- The clock may step back, time within a partition may not.
-        last_push_at = greatest(clock_timestamp(), p.last_push_at)
+        last_push_at = greatest(clock_timestamp(), p.last_push_at),
+        -- Indexed: it may change here only when nothing was due at all, or later.
+        expire_at = least(p.expire_at, greatest(clock_timestamp(), p.last_push_at) + q.retain_seconds * interval '1 second')
     from target t, ferrymq.queues q
     where p.id = t.id and q.id = p.queue_id and q.deleted_at is null
       and (t.expected < 0 or p.next_offset = t.expected)
@@ -117,8 +119,9 @@ with target as materialized (
     select t.public_id::uuid as public_id, t.queue_id::int as queue_id, t.name::text as name, t.total::bigint as total
     from rows from (unnest($1::uuid[]), unnest($2::int[]), unnest($3::text[]), unnest($4::bigint[])) as t (public_id, queue_id, name, total)
 ), made as (
-    insert into ferrymq.partitions (public_id, queue_id, name, next_offset, last_push_at)
-    select t.public_id, t.queue_id, t.name, t.total, case when t.total > 0 then clock_timestamp() end
+    insert into ferrymq.partitions (public_id, queue_id, name, next_offset, last_push_at, expire_at, empty_since)
+    select t.public_id, t.queue_id, t.name, t.total, case when t.total > 0 then clock_timestamp() end,
+           case when t.total > 0 then clock_timestamp() + q.retain_seconds * interval '1 second' end, case when t.total = 0 then clock_timestamp() end
     from target t
     join ferrymq.queues q on q.id = t.queue_id and q.deleted_at is null
     order by t.queue_id, t.name

@@ -40,4 +40,6 @@ type FerrymqQueue struct {
 	DedupWindowSeconds          int32
 	RetentionSinkHold           string
 	RetentionSinkHoldMaxSeconds int32
+	RetainSeconds               *int32
+	RemindAt                    time.Time
 }

@@ -13,7 +13,9 @@ import (
 )
 
 const DedupStart = `-- name: DedupStart :one
-select p.next_offset, ferrymq.offset_at(p.id, $1::timestamptz)::bigint as start_offset
+select p.next_offset, coalesce(
+    (select r.base_offset from ferrymq.retired_keys r where r.partition_id = p.id and r.created_at >= $1::timestamptz order by r.base_offset limit 1),
+    ferrymq.offset_between(p.id, p.swept_offset, p.next_offset, $1::timestamptz))::bigint as start_offset
 from ferrymq.partitions p
 where p.id = $2::bigint
 `
@@ -28,7 +30,7 @@ type DedupStartRow struct {
 	StartOffset int64
 }
 
-// Where the memory of a partition has to start reading: the first segment inside the window, and the tail of this snapshot.
+// Where the memory of a partition has to start reading: the first segment inside the window, removed or not, and the tail of this snapshot.
 func (q *Queries) DedupStart(ctx context.Context, arg DedupStartParams) (DedupStartRow, error) {
 	row := q.db.QueryRow(ctx, DedupStart, arg.Since, arg.ID)
 	var i DedupStartRow
@@ -134,7 +136,7 @@ func (q *Queries) PartitionFindPublic(ctx context.Context, arg PartitionFindPubl
 }
 
 const PartitionLock = `-- name: PartitionLock :one
-select p.id, p.next_offset from ferrymq.partitions p
+select p.id, p.next_offset, p.first_offset from ferrymq.partitions p
 where p.id = $1::bigint
 for no key update
 `
@@ -144,14 +146,15 @@ type PartitionLockParams struct {
 }
 
 type PartitionLockRow struct {
-	ID         int64
-	NextOffset int64
+	ID          int64
+	NextOffset  int64
+	FirstOffset int64
 }
 
 func (q *Queries) PartitionLock(ctx context.Context, arg PartitionLockParams) (PartitionLockRow, error) {
 	row := q.db.QueryRow(ctx, PartitionLock, arg.ID)
 	var i PartitionLockRow
-	err := row.Scan(&i.ID, &i.NextOffset)
+	err := row.Scan(&i.ID, &i.NextOffset, &i.FirstOffset)
 	return i, err
 }
 
@@ -159,6 +162,7 @@ const SegmentAt = `-- name: SegmentAt :one
 select s.base_offset, s.count, s.key_no, s.codec, s.created_at, s.first_id, s.keys, s.frames
 from ferrymq.segments s
 where s.partition_id = $1::bigint and s.base_offset <= $2::bigint
+  and exists (select from ferrymq.partitions p where p.id = $1::bigint and p.first_offset <= $2::bigint)
 order by s.base_offset desc
 limit 1
 `
@@ -179,7 +183,7 @@ type SegmentAtRow struct {
 	Frames     []byte
 }
 
-// The segment that covers one offset.
+// The segment that covers one offset, unless that has been removed.
 func (q *Queries) SegmentAt(ctx context.Context, arg SegmentAtParams) (SegmentAtRow, error) {
 	row := q.db.QueryRow(ctx, SegmentAt, arg.PartitionID, arg.AtOffset)
 	var i SegmentAtRow
@@ -242,7 +246,11 @@ const SegmentKeys = `-- name: SegmentKeys :many
 select s.base_offset, s.count, s.created_at, s.first_id, s.keys
 from ferrymq.segments s
 where s.partition_id = $1::bigint and s.base_offset >= $2::bigint
-order by s.base_offset
+union all
+select r.base_offset, r.count, r.created_at, r.first_id, r.keys
+from ferrymq.retired_keys r
+where r.partition_id = $1::bigint and r.base_offset >= $2::bigint
+order by base_offset
 `
 
 type SegmentKeysParams struct {
@@ -258,7 +266,7 @@ type SegmentKeysRow struct {
 	Keys       []byte
 }
 
-// What deduplication has to read: the keys of the segments at or after an offset.
+// What deduplication has to read: the keys of the segments at or after an offset, removed ones included.
 func (q *Queries) SegmentKeys(ctx context.Context, arg SegmentKeysParams) ([]SegmentKeysRow, error) {
 	rows, err := q.db.Query(ctx, SegmentKeys, arg.PartitionID, arg.FromOffset)
 	if err != nil {
@@ -291,7 +299,13 @@ from ferrymq.segments s
 where s.partition_id = $1::bigint
   and s.base_offset >= (select coalesce(max(b.base_offset), 0) from ferrymq.segments b where b.partition_id = $1::bigint and b.base_offset <= $2::bigint)
   and s.base_offset < $3::bigint and s.created_at >= $4::timestamptz
-order by s.base_offset desc
+union all
+select r.base_offset, r.count, r.created_at, r.first_id, r.keys
+from ferrymq.retired_keys r
+where r.partition_id = $1::bigint
+  and r.base_offset >= (select coalesce(max(b.base_offset), 0) from ferrymq.retired_keys b where b.partition_id = $1::bigint and b.base_offset <= $2::bigint)
+  and r.base_offset < $3::bigint and r.created_at >= $4::timestamptz
+order by base_offset desc
 `
 
 type SegmentKeysAtParams struct {
@@ -309,7 +323,7 @@ type SegmentKeysAtRow struct {
 	Keys       []byte
 }
 
-// The keys of the segments inside the window that cover [from_offset, to_offset), newest first.
+// The keys of the segments inside the window that cover [from_offset, to_offset), newest first, removed ones included.
 func (q *Queries) SegmentKeysAt(ctx context.Context, arg SegmentKeysAtParams) ([]SegmentKeysAtRow, error) {
 	rows, err := q.db.Query(ctx, SegmentKeysAt,
 		arg.PartitionID,

@@ -299,7 +299,7 @@ func bigWorld(t testing.TB) *world {
 	}
 	fill(t, tx, bigPartitions, bigSegments, bigQueues, bigPending)
 	check(t, tx.Commit(t.Context()))
-	w.exec("analyze ferrymq.partitions, ferrymq.segments, ferrymq.cursors, ferrymq.queues, ferrymq.groups, ferrymq.dead_letters, ferrymq.jobs, ferrymq.leases, ferrymq.discovery_groups")
+	w.exec("analyze ferrymq.partitions, ferrymq.segments, ferrymq.cursors, ferrymq.queues, ferrymq.groups, ferrymq.dead_letters, ferrymq.jobs, ferrymq.leases, ferrymq.discovery_groups, ferrymq.retired_keys")
 	return w
 }
 
@@ -326,6 +326,11 @@ func fill(t testing.TB, tx pgx.Tx, partitions, segments, queues, pending int) {
 		"insert into ferrymq.leases (lease_id, group_id) select gen_random_uuid(), 1 from generate_series(1, 10000)",
 		"insert into ferrymq.jobs (kind, queue_id, group_id, due_at) select 'seed', i, i, now() + i * interval '1 second' from generate_series(1, 5000) i",
 		"insert into ferrymq.discovery_groups select 1, 'g' || i, 'n' || i % 300, '', 'all', now() from generate_series(1, 5000) i",
+		"update ferrymq.partitions set expire_at = now() + (id % 5 - 1) * interval '1 hour' where id % 200 = 5",
+		"update ferrymq.partitions set first_offset = 200, swept_offset = 100 where id % 1000 = 7",
+		"update ferrymq.partitions set empty_since = now() - (id % 60) * interval '1 day' where id % 200 = 6",
+		"insert into ferrymq.retired_keys select i % 5000, i, 1, now(), now() + (i % 100 - 2) * interval '1 minute', '00000000-0000-7000-8000-000000000000', '0123456789abcdef' from generate_series(1, 10000) i",
+		"update ferrymq.queues set remind_at = now() + (id % 100 - 3) * interval '1 minute'",
 		"set local session_replication_role = origin",
 	} {
 		if _, err := tx.Exec(t.Context(), s); err != nil {
@@ -416,7 +421,7 @@ func TestPlansUnanalyzed(t *testing.T) {
 	}
 	for _, mode := range []string{"force_generic_plan", "auto"} { // of what runs outside of flushes
 		t.Run(mode, func(t *testing.T) {
-			w.exec("truncate ferrymq.partitions, ferrymq.segments, ferrymq.cursors, ferrymq.queues, ferrymq.groups, ferrymq.jobs, ferrymq.leases, ferrymq.discovery_groups, ferrymq.dead_letters restart identity")
+			w.exec("truncate ferrymq.retired_keys, ferrymq.partitions, ferrymq.segments, ferrymq.cursors, ferrymq.queues, ferrymq.groups, ferrymq.jobs, ferrymq.leases, ferrymq.discovery_groups, ferrymq.dead_letters restart identity")
 			conn := must[pgx.Tx](t)(w.pool.Begin(t.Context()))
 			defer conn.Rollback(context.Background())
 			if _, err := conn.Exec(t.Context(), "select set_config('plan_cache_mode', $1, true)", mode); err != nil {

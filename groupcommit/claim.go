@@ -205,7 +205,7 @@ func (e *Engine) lists(claims []*claim, now time.Time) ([]*list, db.ClaimPartiti
 			p.SlotAutoAcks = append(p.SlotAutoAcks, c.autoAck)
 			p.SlotDiscoveries = append(p.SlotDiscoveries, c.discovery)
 		}
-		from, indexFirst := int64(0), false
+		from, indexFirst := -l.partition, false
 		if l.partition == 0 {
 			from, indexFirst, l.hints = e.park.prepare(l, int(want), scan, now)
 		}

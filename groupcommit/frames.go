@@ -2,7 +2,7 @@ package groupcommit
 
 import (
 	"context"
-	"errors"
+	"slices"
 	"sync"
 
 	"github.com/google/uuid"
@@ -73,8 +73,9 @@ func partial(spans []*Span) bool {
 	return taken*2 < stored
 }
 
-// fill completes the frames of what a claim returned, and remembers those of which something is left.
-func (e *Engine) fill(ctx context.Context, spans []*Span) error {
+// fill completes the frames of what a claim returned, and remembers those of which something is left. Segments that were removed
+// since the claim are left out; it returns the spans that have others.
+func (e *Engine) fill(ctx context.Context, spans []*Span) ([]*Span, error) {
 	var missing db.SegmentFramesParams
 	var at []*Segment
 	for _, s := range spans {
@@ -95,16 +96,26 @@ func (e *Engine) fill(ctx context.Context, spans []*Span) error {
 	if len(at) > 0 {
 		rows, err := e.q.SegmentFrames(ctx, missing)
 		if err != nil {
-			return e.Unavailable(err)
+			return nil, e.Unavailable(err)
 		}
 		found := make(map[frameKey][]byte, len(rows))
 		for _, r := range rows {
 			found[frameKey{r.PartitionID, r.BaseOffset}] = r.Frames
 		}
+		gone := false
 		for i, g := range at {
-			if g.Frames = found[frameKey{missing.PartitionIds[i], g.Base}]; g.Frames == nil {
-				return errors.New("a claimed segment is gone")
+			g.Frames = found[frameKey{missing.PartitionIds[i], g.Base}]
+			gone = gone || g.Frames == nil
+		}
+		if gone {
+			var left []*Span
+			for _, s := range spans {
+				s.Segments = slices.DeleteFunc(s.Segments, func(g Segment) bool { return g.Frames == nil })
+				if len(s.Segments) > 0 {
+					left = append(left, s)
+				}
 			}
+			spans = left
 		}
 	}
 	for _, s := range spans {
@@ -118,5 +129,5 @@ func (e *Engine) fill(ctx context.Context, spans []*Span) error {
 			e.frames.add(frameKey{s.Row.ID, g.Base}, g.FirstID, plain)
 		}
 	}
-	return nil
+	return spans, nil
 }

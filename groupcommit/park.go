@@ -305,6 +305,21 @@ func (p *parking) left(group *catalog.Group, partition int64) {
 	}
 }
 
+// removed sends off what is parked on a partition that is gone: its claims find that out.
+func (p *parking) removed(queue int32, partition int64) {
+	var claims []*claim
+	p.mu.Lock()
+	for _, g := range p.byQueue[queue] {
+		claims = append(claims, g.narrow[partition]...)
+		p.parked -= len(g.narrow[partition])
+		delete(g.narrow, partition)
+	}
+	p.mu.Unlock()
+	for _, c := range claims {
+		p.board(c, false)
+	}
+}
+
 // takeIdle unparks up to n claims on any partition.
 func (g *parkedGroup) takeIdle(p *parking, n int) []*claim {
 	n = min(n, len(g.idle))

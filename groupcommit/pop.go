@@ -3,6 +3,7 @@ package groupcommit
 import (
 	"context"
 	"errors"
+	"slices"
 	"time"
 
 	"github.com/google/uuid"
@@ -224,13 +225,40 @@ func (e *Engine) answer(ctx context.Context, c *claim) (*Delivery, error) {
 	d := &Delivery{Lease: c.lease, Spans: c.spans, claims: []*claim{c}, e: e}
 	err := ctx.Err()
 	if err == nil {
-		err = e.fill(ctx, c.spans)
+		d.Spans, err = e.fill(ctx, c.spans)
 	}
 	if err != nil {
 		d.Release()
 		return nil, err
 	}
+	if len(d.Spans) < len(c.spans) {
+		e.giveBackRemoved(c, d.Spans)
+		if len(d.Spans) == 0 {
+			return nil, catalog.ErrGone // again: there may be other messages
+		}
+	}
 	return d, nil
+}
+
+// giveBackRemoved ends the leases of spans that were removed since they were claimed, and waits for it.
+func (e *Engine) giveBackRemoved(c *claim, left []*Span) {
+	var removed []*Span
+	c.mu.Lock()
+	for _, s := range c.spans {
+		if !slices.Contains(left, s) {
+			removed = append(removed, s)
+		}
+	}
+	c.spans = left
+	c.mu.Unlock()
+	timeout := time.After(connectTimeout)
+	for _, done := range e.giveBack(c, removed, nil) {
+		select {
+		case <-done:
+		case <-timeout:
+			return
+		}
+	}
 }
 
 // popFilled holds a batch that is not full up to the queue's minPopWaitTime: nothing is leased meanwhile.

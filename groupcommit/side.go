@@ -171,7 +171,7 @@ func (e *Engine) sidePush(s *builders, p *catalog.Partition, pushes []*Push) {
 	gone := false
 	err := e.alone(func(ctx context.Context, q *db.Queries) error {
 		if judging { // most of a long window is read before the lock is taken
-			if err := e.catchUp(ctx, q, n); err != nil {
+			if err := e.catchUp(ctx, q, n, -1); err != nil {
 				return err
 			}
 		}
@@ -185,10 +185,10 @@ func (e *Engine) sidePush(s *builders, p *catalog.Partition, pushes []*Push) {
 		}
 		var known map[segment.Key]uuid.UUID
 		if judging {
-			if err := e.catchUp(ctx, q, n); err != nil {
+			if err := e.catchUp(ctx, q, n, locked.NextOffset); err != nil {
 				return err
 			}
-			if known, err = e.confirm(ctx, q, n); err != nil {
+			if known, err = e.confirm(ctx, q, n, locked.FirstOffset); err != nil {
 				return err
 			}
 		}
@@ -262,8 +262,8 @@ func (e *Engine) resolve(ctx context.Context, p *Push) error {
 	return nil
 }
 
-// catchUp completes the memory of a partition up to the tail its transaction sees. Under the partition's lock that is the tail.
-func (e *Engine) catchUp(ctx context.Context, q *db.Queries, n *entry) error {
+// catchUp completes the memory of a partition up to the tail its transaction sees. Under the partition's lock that is to; else -1.
+func (e *Engine) catchUp(ctx context.Context, q *db.Queries, n *entry, to int64) error {
 	since := n.since(e)
 	tail, ok := e.dedup.Tail(n.row.ID, since)
 	since = since.Add(-dedupSlack)
@@ -282,19 +282,36 @@ func (e *Engine) catchUp(ctx context.Context, q *db.Queries, n *entry) error {
 	if err != nil {
 		return err
 	}
+	// Retention leaves nothing of segments that had no ids, or old ones.
+	hole := func(end int64, at time.Time) {
+		if end > tail {
+			e.dedup.Extend(n.row.ID, tail, at, since, nil, int(end-tail))
+		}
+	}
 	for _, r := range rows {
+		hole(r.BaseOffset, r.CreatedAt)
 		if !e.dedup.Extend(n.row.ID, r.BaseOffset, r.CreatedAt, since, r.Keys, int(r.Count)) {
 			// More than the memory holds: it begins here, complete only for windows that begin later.
 			e.dedup.Load(n.row.ID, r.BaseOffset, r.CreatedAt.Add(time.Microsecond))
 			e.dedup.Extend(n.row.ID, r.BaseOffset, r.CreatedAt, since, r.Keys, int(r.Count))
 		}
+		tail = r.BaseOffset + int64(r.Count)
 	}
+	hole(to, since)
 	return nil
 }
 
-// confirm reads the keys that memory points at and returns the ids of the messages that really repeat.
+// original is the id of a message that a push repeats: zero once it has been removed.
+func original(base, first int64, firstID uuid.UUID, i int) uuid.UUID {
+	if base < first {
+		return uuid.UUID{}
+	}
+	return segment.ID(firstID, i)
+}
+
+// confirm reads the keys that memory points at and returns the ids of the messages that really repeat; what lies below first has been removed.
 // Under the partition's lock, with the memory complete, this is exact.
-func (e *Engine) confirm(ctx context.Context, q *db.Queries, n *entry) (map[segment.Key]uuid.UUID, error) {
+func (e *Engine) confirm(ctx context.Context, q *db.Queries, n *entry, first int64) (map[segment.Key]uuid.UUID, error) {
 	since := n.since(e)
 	known := make(map[segment.Key]uuid.UUID)
 	for _, p := range n.pushes {
@@ -303,7 +320,7 @@ func (e *Engine) confirm(ctx context.Context, q *db.Queries, n *entry) (map[segm
 		}
 		hits, _, ok := e.dedup.Look(n.row.ID, since, p.keys, nil)
 		if !ok { // the memory is too small for this window
-			return known, e.confirmAll(ctx, q, n, known)
+			return known, e.confirmAll(ctx, q, n, first, known)
 		}
 		for _, h := range hits {
 			k := segment.Key(p.keys[16*h.Index:])
@@ -316,7 +333,7 @@ func (e *Engine) confirm(ctx context.Context, q *db.Queries, n *entry) (map[segm
 			}
 			for _, r := range rows {
 				if at := segment.FindKey(r.Keys, 0, k); at >= 0 {
-					known[k] = segment.ID(r.FirstID, at)
+					known[k] = original(r.BaseOffset, first, r.FirstID, at)
 					break
 				}
 			}
@@ -326,7 +343,7 @@ func (e *Engine) confirm(ctx context.Context, q *db.Queries, n *entry) (map[segm
 }
 
 // confirmAll reads the keys of the whole window, once, for all pushes of the entry.
-func (e *Engine) confirmAll(ctx context.Context, q *db.Queries, n *entry, known map[segment.Key]uuid.UUID) error {
+func (e *Engine) confirmAll(ctx context.Context, q *db.Queries, n *entry, first int64, known map[segment.Key]uuid.UUID) error {
 	wanted := make(map[segment.Key]bool)
 	for _, p := range n.pushes {
 		for i := 0; i < len(p.keys); i += len(segment.Key{}) {
@@ -345,7 +362,7 @@ func (e *Engine) confirmAll(ctx context.Context, q *db.Queries, n *entry, known 
 	for _, r := range rows {
 		for i := range int(r.Count) {
 			if k := segment.KeyAt(r.Keys, i); wanted[k] {
-				known[k] = segment.ID(r.FirstID, i)
+				known[k] = original(r.BaseOffset, first, r.FirstID, i)
 			}
 		}
 	}

@@ -38,12 +38,18 @@ type Maintainer struct {
 	// Switches gets the maintenance switches as they are in the database, at each heartbeat. May be nil.
 	Switches func(db.SystemGetRow)
 
-	id     uuid.UUID
-	q      *db.Queries
-	kick   chan struct{}
-	stop   context.Context
-	cancel context.CancelFunc
-	work   sync.WaitGroup
+	RetentionInterval time.Duration // period of the retention sweep; 0: none
+	RetentionBatch    int64         // segments that one statement of it removes
+	CleanupDays       int32         // after which an idle, empty partition goes; 0: never
+	OnRemoved         func(Removed) // gets what retention removes. May be nil.
+
+	id      uuid.UUID
+	q       *db.Queries
+	kick    chan struct{}
+	sweptTo int64 // the partition behind which the next rows are removed
+	stop    context.Context
+	cancel  context.CancelFunc
+	work    sync.WaitGroup
 }
 
 // Start begins the loops. The exported fields must be set.
@@ -53,6 +59,10 @@ func (m *Maintainer) Start() {
 	m.work.Add(2)
 	go m.beat()
 	go m.jobs()
+	if m.RetentionInterval > 0 {
+		m.work.Add(1)
+		go m.every(m.RetentionInterval, nil, m.retention, "retention")
+	}
 }
 
 // Close ends the loops, what they are at included, and signs the broker off.
@@ -169,6 +179,8 @@ func (m *Maintainer) run(ctx context.Context, job db.JobClaimRow, lease uuid.UUI
 		err = m.removeQueue(ctx, job.QueueID, next)
 	case "recheck":
 		err = m.recheck(ctx, job.QueueID)
+	case "retention":
+		err = m.planRetention(ctx, job.QueueID, next)
 	}
 	if errors.Is(err, errTakenOver) {
 		return nil
@@ -198,6 +210,10 @@ func (m *Maintainer) removeQueue(ctx context.Context, queue int32, next func() e
 			n, err := q.QueueRemoveSegments(ctx, db.QueueRemoveSegmentsParams{Ids: ids, Max: segmentChunk})
 			if err != nil || n == segmentChunk {
 				return err // more of them: the partitions stay for the next round
+			}
+			n, err = q.QueueRemoveRetired(ctx, db.QueueRemoveRetiredParams{Ids: ids, Max: segmentChunk})
+			if err != nil || n == segmentChunk {
+				return err
 			}
 			return q.QueueRemovePartitions(ctx, db.QueueRemovePartitionsParams{Ids: ids})
 		})

@@ -2,6 +2,7 @@
 -- Leases partitions to the slots of the flush and returns their messages' segments.
 -- A list is one pool of candidates: a group (scan), or one partition of a group (hints only). Lists of single partitions come first.
 -- Candidates are dealt to the slots of a list in turn, so that no slot goes empty while another takes two.
+-- from_partition of the latter may be minus that partition: then the list counts as gone when there is no cursor there.
 -- Every list of a live group first returns a row without a slot: seen = candidates looked at, stale = those that had nothing to deliver.
 -- frames false: the caller has the frames of most segments already and fetches the others.
 -- A claim never waits: rows that another session holds are passed over, and the holder wakes whom it leaves work for.
@@ -17,6 +18,8 @@ with list as materialized (
         from ferrymq.groups x
         join ferrymq.queues q on q.id = x.queue_id and q.deleted_at is null
         where x.id = l.group_id::int and x.deleted_at is null
+          and (l.from_partition::bigint >= 0 or exists (
+              select from ferrymq.cursors c where c.group_id = l.group_id::int and c.partition_id = -l.from_partition::bigint))
         offset 0) g
 ), hinted as materialized (
     select l.list_no, c.group_id, c.partition_id, c.committed, h.n

@@ -43,16 +43,18 @@ cross join lateral (
 ) r;
 
 -- name: ReadyPartitions :many
--- The same for pops parked on one partition. Lateral, or a plan made while the table was small reads the table.
-select c.group_id, c.partition_id
+-- The same for pops parked on one partition. One whose cursor is gone, with the partition, comes too: its claim finds that out.
+-- Lateral, or a plan made while the table was small reads the table.
+select t.group_id::int as group_id, t.partition_id::bigint as partition_id
 from rows from (unnest(@group_ids::int[]), unnest(@partition_ids::bigint[])) as t (group_id, partition_id)
-cross join lateral (
-    select x.group_id, x.partition_id from ferrymq.cursors x
+left join lateral (
+    select x.pending and (x.not_before is null or x.not_before <= clock_timestamp())
+           and (x.lease_until is null or x.lease_until < clock_timestamp()) as ready
+    from ferrymq.cursors x
     where x.group_id = t.group_id::int and x.partition_id = t.partition_id::bigint
-      and x.pending and (x.not_before is null or x.not_before <= clock_timestamp())
-      and (x.lease_until is null or x.lease_until < clock_timestamp())
     limit 1
-) c;
+) c on true
+where coalesce(c.ready, true);
 
 -- name: GroupAvailable :one
 -- How many messages a claim of that shape would get now, for a pop that waits to fill its batch.

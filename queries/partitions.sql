@@ -16,31 +16,42 @@ join ferrymq.queues q on q.id = p.queue_id and q.deleted_at is null and q.projec
 where p.public_id = any(@public_ids::uuid[]);
 
 -- name: PartitionLock :one
-select p.id, p.next_offset from ferrymq.partitions p
+select p.id, p.next_offset, p.first_offset from ferrymq.partitions p
 where p.id = @id::bigint
 for no key update;
 
 -- name: SegmentKeys :many
--- What deduplication has to read: the keys of the segments at or after an offset.
+-- What deduplication has to read: the keys of the segments at or after an offset, removed ones included.
 select s.base_offset, s.count, s.created_at, s.first_id, s.keys
 from ferrymq.segments s
 where s.partition_id = @partition_id::bigint and s.base_offset >= @from_offset::bigint
-order by s.base_offset;
+union all
+select r.base_offset, r.count, r.created_at, r.first_id, r.keys
+from ferrymq.retired_keys r
+where r.partition_id = @partition_id::bigint and r.base_offset >= @from_offset::bigint
+order by base_offset;
 
 -- name: SegmentKeysAt :many
--- The keys of the segments inside the window that cover [from_offset, to_offset), newest first.
+-- The keys of the segments inside the window that cover [from_offset, to_offset), newest first, removed ones included.
 select s.base_offset, s.count, s.created_at, s.first_id, s.keys
 from ferrymq.segments s
 where s.partition_id = @partition_id::bigint
   and s.base_offset >= (select coalesce(max(b.base_offset), 0) from ferrymq.segments b where b.partition_id = @partition_id::bigint and b.base_offset <= @from_offset::bigint)
   and s.base_offset < @to_offset::bigint and s.created_at >= @since::timestamptz
-order by s.base_offset desc;
+union all
+select r.base_offset, r.count, r.created_at, r.first_id, r.keys
+from ferrymq.retired_keys r
+where r.partition_id = @partition_id::bigint
+  and r.base_offset >= (select coalesce(max(b.base_offset), 0) from ferrymq.retired_keys b where b.partition_id = @partition_id::bigint and b.base_offset <= @from_offset::bigint)
+  and r.base_offset < @to_offset::bigint and r.created_at >= @since::timestamptz
+order by base_offset desc;
 
 -- name: SegmentAt :one
--- The segment that covers one offset.
+-- The segment that covers one offset, unless that has been removed.
 select s.base_offset, s.count, s.key_no, s.codec, s.created_at, s.first_id, s.keys, s.frames
 from ferrymq.segments s
 where s.partition_id = @partition_id::bigint and s.base_offset <= @at_offset::bigint
+  and exists (select from ferrymq.partitions p where p.id = @partition_id::bigint and p.first_offset <= @at_offset::bigint)
 order by s.base_offset desc
 limit 1;
 
@@ -55,7 +66,9 @@ cross join lateral (
 ) s;
 
 -- name: DedupStart :one
--- Where the memory of a partition has to start reading: the first segment inside the window, and the tail of this snapshot.
-select p.next_offset, ferrymq.offset_at(p.id, @since::timestamptz)::bigint as start_offset
+-- Where the memory of a partition has to start reading: the first segment inside the window, removed or not, and the tail of this snapshot.
+select p.next_offset, coalesce(
+    (select r.base_offset from ferrymq.retired_keys r where r.partition_id = p.id and r.created_at >= @since::timestamptz order by r.base_offset limit 1),
+    ferrymq.offset_between(p.id, p.swept_offset, p.next_offset, @since::timestamptz))::bigint as start_offset
 from ferrymq.partitions p
 where p.id = @id::bigint;
