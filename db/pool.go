@@ -125,12 +125,18 @@ func (p Patient) QueryRow(ctx context.Context, sql string, args ...any) pgx.Row 
 }
 
 // Begin is pgxpool.Pool.Begin.
-func (p Patient) Begin(ctx context.Context) (pgx.Tx, error) {
+func (p Patient) Begin(ctx context.Context) (pgx.Tx, error) { return p.BeginTx(ctx, pgx.TxOptions{}) }
+
+// Snapshot are the options of a transaction whose statements all read the same moment. It takes no locks and waits for nobody.
+var Snapshot = pgx.TxOptions{IsoLevel: pgx.RepeatableRead, AccessMode: pgx.ReadOnly}
+
+// BeginTx is pgxpool.Pool.BeginTx.
+func (p Patient) BeginTx(ctx context.Context, options pgx.TxOptions) (pgx.Tx, error) {
 	conn, err := p.acquire(ctx)
 	if err != nil {
 		return nil, err
 	}
-	tx, err := conn.Begin(ctx)
+	tx, err := conn.BeginTx(ctx, options)
 	if err != nil {
 		conn.Release()
 		return nil, err

@@ -26,6 +26,7 @@ const (
 	removeChunk  = 200             // partitions of a deleted queue in one transaction
 	segmentChunk = 1000            // segments
 	jobRoom      = 3               // jobs at a time
+	tracesEvery  = time.Minute     // between looks for traces that are too old
 )
 
 // Maintainer runs the loops until Close.
@@ -56,8 +57,9 @@ type Maintainer struct {
 func (m *Maintainer) Start() {
 	m.id, m.q, m.kick = uuid.New(), db.New(db.Patient{Pool: m.Pool}), make(chan struct{}, 1)
 	m.stop, m.cancel = context.WithCancel(context.Background())
-	m.work.Add(2)
+	m.work.Add(3)
 	go m.beat()
+	go m.every(tracesEvery, nil, m.expireTraces, "removing old traces")
 	go m.jobs()
 	if m.RetentionInterval > 0 {
 		m.work.Add(1)
@@ -241,6 +243,23 @@ func (m *Maintainer) removeQueue(ctx context.Context, queue int32, next func() e
 		}
 		return q.QueueRemove(ctx, db.QueueRemoveParams{QueueID: queue})
 	})
+}
+
+// expireTraces removes traces that are past their time, names first: a name without its trace would be missing from its list.
+func (m *Maintainer) expireTraces(ctx context.Context) error {
+	for n := int64(1); n > 0; {
+		var err error
+		if n, err = m.q.TraceNamesExpire(ctx, db.TraceNamesExpireParams{Max: segmentChunk}); err != nil {
+			return err
+		}
+	}
+	for n := int64(1); n > 0; {
+		var err error
+		if n, err = m.q.TracesExpire(ctx, db.TracesExpireParams{Max: segmentChunk}); err != nil {
+			return err
+		}
+	}
+	return nil
 }
 
 // recheck judges the delays of a reconfigured queue anew.

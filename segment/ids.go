@@ -35,6 +35,13 @@ func ID(first uuid.UUID, i int) uuid.UUID {
 	return first
 }
 
+// FirstID is the first id of the segment that minted id. NewFirstID leaves the bits zero that count on from it.
+func FirstID(id uuid.UUID) uuid.UUID {
+	id[14] &= 0xfc
+	id[15] = 0
+	return id
+}
+
 // IndexOf is the inverse of ID, for a segment of count messages.
 func IndexOf(first uuid.UUID, count int, id uuid.UUID) (int, bool) {
 	if [14]byte(first[:]) != [14]byte(id[:]) {
