@@ -27,7 +27,7 @@ func messageStatements(w *world) map[string]statement {
 		"BrowseQueuesByID": {sql: db.BrowseQueuesByID, arg: db.BrowseQueuesByIDParams{Ids: queues}, buffers: 400},
 		// One pass over the partitions, and no more segments than what is returned needs.
 		"BrowseAll": {sql: db.BrowseAll, arg: db.BrowseAllParams{ToTime: to, ProjectID: 1, FromTime: from, BeforeTime: far, Max: 200},
-			pass: bigPartitions, buffers: 4000, seq: []string{"partitions", "queues"}},
+			pass: bigPartitions, buffers: 10_000, seq: []string{"partitions", "queues"}},
 		"BrowseOfQueues": {sql: db.BrowseOfQueues, arg: db.BrowseOfQueuesParams{ToTime: past, QueueIds: queues, FromTime: from, BeforeTime: far, Max: 200},
 			buffers: 14_000, index: []string{"partitions_queue"}},
 		"BrowseNamed": {sql: db.BrowseNamed, arg: db.BrowseNamedParams{ToTime: to, QueueIds: queues, Name: "p700", FromTime: from, BeforeTime: far, Max: 200},
