@@ -340,7 +340,10 @@ func findStored(r *request, q *db.Queries, row db.BrowsePartitionRow, transactio
 			continue
 		}
 		p.Before = f.Found
-		s, err := q.SegmentAt(r.Context(), db.SegmentAtParams{PartitionID: row.ID, AtOffset: f.Found})
+		s, err := q.SegmentAt(r.Context(), db.SegmentAtParams{PartitionID: row.ID, AtOffset: max(f.Found, row.FirstOffset)})
+		if errors.Is(err, pgx.ErrNoRows) || err == nil && s.BaseOffset != f.Found {
+			continue // removed
+		}
 		if err != nil {
 			return nil, err
 		}
