@@ -118,7 +118,7 @@ type Catalog struct {
 	public     *cache[uuid.UUID, *Partition]
 	groups     *cache[name, *Group]
 	met        *cache[pair, struct{}]
-	discovered *cache[discovery, Start]
+	discovered *cache[discovery, struct{}]
 
 	firsts singleflight.Group // first uses of a name: one of many callers creates, the others get its result
 
@@ -146,7 +146,7 @@ func New(stop context.Context, pool *pgxpool.Pool, project int32, onSeed func(gr
 		public:     newCache[uuid.UUID, *Partition](maxPartitions),
 		groups:     newCache[name, *Group](maxGroups),
 		met:        newCache[pair, struct{}](maxPartitions),
-		discovered: newCache[discovery, Start](maxGroups),
+		discovered: newCache[discovery, struct{}](maxGroups),
 		seeds:      make(map[int32]*seeding),
 		seedRoom:   make(chan struct{}, 2),
 	}

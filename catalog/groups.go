@@ -215,11 +215,17 @@ func (c *Catalog) Meet(ctx context.Context, q *Queue, p *Partition, group string
 	if _, ok := c.met.get(key); ok || (g.Registered && g.seeding == nil) {
 		return g, nil
 	}
-	if g.Registered {
-		start = g.Start // what the group is registered with wins over what the pop carries
-	}
+	gone := false
 	err = pgx.BeginFunc(ctx, db.Patient{Pool: c.pool}, func(tx pgx.Tx) error {
 		tq := c.q.WithTx(tx)
+		held, err := tq.GroupHold(ctx, db.GroupHoldParams{ID: g.ID})
+		if err != nil {
+			gone = errors.Is(err, pgx.ErrNoRows)
+			return err
+		}
+		if held.Registered {
+			start.At = &held.StartAt // what the group is registered with wins over what the pop carries
+		}
 		if _, err := tq.PartitionLock(ctx, db.PartitionLockParams{ID: row.ID}); err != nil {
 			return err
 		}
@@ -231,11 +237,15 @@ func (c *Catalog) Meet(ctx context.Context, q *Queue, p *Partition, group string
 			}
 			at = &i.Now
 		}
-		_, err := tq.CursorCreate(ctx, db.CursorCreateParams{GroupID: g.ID, PartitionID: row.ID, StartAt: *at})
+		_, err = tq.CursorCreate(ctx, db.CursorCreateParams{GroupID: g.ID, PartitionID: row.ID, StartAt: *at})
 		return err
 	})
 	if errors.Is(err, pgx.ErrNoRows) {
-		p.Forget(row)
+		if gone {
+			c.ForgetGroup(q.ID, group)
+		} else {
+			p.Forget(row)
+		}
 		return nil, ErrGone
 	}
 	if err != nil {
@@ -315,22 +325,23 @@ func (s Scope) Covers(q *Queue) bool {
 // Discover registers the group for every queue in scope that it does not know yet, with the start of the group's first discovery pop.
 func (c *Catalog) Discover(ctx context.Context, scope Scope, group string, start Start) error {
 	key := discovery{scope, group}
-	first, ok := c.discovered.get(key)
-	if !ok {
-		row, err := c.q.DiscoveryRegister(ctx, db.DiscoveryRegisterParams{ProjectID: c.project, Name: group, Namespace: scope.Namespace, Task: scope.Task, StartMode: start.Mode, StartAt: start.At})
-		if err != nil {
-			return err
-		}
-		first = Start{Mode: row.StartMode, At: &row.StartAt}
-		c.discovered.set(key, first)
-	}
 	for {
+		if _, ok := c.discovered.get(key); !ok {
+			if _, err := c.q.DiscoveryRegister(ctx, db.DiscoveryRegisterParams{ProjectID: c.project, Name: group, Namespace: scope.Namespace, Task: scope.Task, StartMode: start.Mode, StartAt: start.At}); err != nil {
+				return err
+			}
+			c.discovered.set(key, struct{}{})
+		}
 		unmet, err := c.q.DiscoveryUnmet(ctx, db.DiscoveryUnmetParams{ProjectID: c.project, Namespace: scope.Namespace, Task: scope.Task, Name: group})
 		if err != nil || len(unmet) == 0 {
 			return err
 		}
 		for _, q := range unmet {
-			g, err := c.Register(ctx, q.ID, group, first)
+			if q.ID == 0 { // the registration was deleted: this is a first contact again
+				c.discovered.drop(key)
+				break
+			}
+			g, err := c.joinScope(ctx, q.ID, scope, group)
 			if errors.Is(err, ErrGone) {
 				continue
 			}
@@ -347,6 +358,67 @@ func (c *Catalog) Discover(ctx context.Context, scope Scope, group string, start
 		}
 	}
 }
+
+// joinScope registers a group for a queue with the start of its discovery registration. ErrGone: the queue or the registration was deleted.
+func (c *Catalog) joinScope(ctx context.Context, queue int32, scope Scope, group string) (*Group, error) {
+	return first(ctx, c, fmt.Sprintf("d%d %s", queue, group), func(ctx context.Context) (*Group, error) {
+		var row db.GroupCreateRow
+		err := pgx.BeginFunc(ctx, db.Patient{Pool: c.pool}, func(tx pgx.Tx) error {
+			q := c.q.WithTx(tx)
+			if _, err := q.QueueLock(ctx, db.QueueLockParams{ID: queue}); err != nil {
+				return err
+			}
+			d, err := q.DiscoveryHold(ctx, db.DiscoveryHoldParams{ProjectID: c.project, Namespace: scope.Namespace, Task: scope.Task, Name: group})
+			if err != nil {
+				return err
+			}
+			row, err = register(ctx, q, queue, group, Start{Mode: d.StartMode, At: &d.StartAt})
+			return err
+		})
+		if errors.Is(err, pgx.ErrNoRows) {
+			return nil, ErrGone
+		}
+		if err != nil {
+			return nil, err
+		}
+		return c.remember(name{queue, group}, row.ID, true, row.Seeded, Start{Mode: row.StartMode, At: &row.StartAt}), nil
+	})
+}
+
+// ForgetDiscovery deletes the discovery registrations of a group: queues that come to match later are not registered for it any more.
+// It says whether there were any.
+func (c *Catalog) ForgetDiscovery(ctx context.Context, group string) (bool, error) {
+	n, err := c.q.DiscoveryForget(ctx, db.DiscoveryForgetParams{ProjectID: c.project, Name: group})
+	return n > 0, err
+}
+
+// Restart changes where partitions start that a registered group has not met yet, on all its queues and on those that its discovery
+// registrations come to cover. It returns how many registrations of both kinds that changed.
+func (c *Catalog) Restart(ctx context.Context, group string, at time.Time) (int64, error) {
+	// The discovery registrations first: a queue that is being created reads them, and is waited for.
+	d, err := c.q.DiscoveryRestart(ctx, db.DiscoveryRestartParams{ProjectID: c.project, Name: group, StartAt: at})
+	if err != nil {
+		return 0, err
+	}
+	n, err := c.q.GroupRestart(ctx, db.GroupRestartParams{ProjectID: c.project, Name: group, StartAt: at})
+	return d + n, err
+}
+
+// RemoveGroup removes what belongs to a deleted group, and returns how many cursors that were. It may run anywhere any number of times.
+func (c *Catalog) RemoveGroup(ctx context.Context, group int32) (removed int64, err error) {
+	for {
+		n, err := c.q.GroupRemoveCursors(ctx, db.GroupRemoveCursorsParams{ID: group, Max: removeChunk})
+		if removed += n; err != nil {
+			return removed, err
+		}
+		if n < removeChunk {
+			return removed, c.q.GroupRemove(ctx, db.GroupRemoveParams{ID: group})
+		}
+	}
+}
+
+// removeChunk is how many cursors of a deleted group go in one transaction.
+const removeChunk = 1000
 
 // Ready lists groups of that name in scope with something to claim, starting after a group id and wrapping round.
 func (c *Catalog) Ready(ctx context.Context, scope Scope, group string, after int32, limit int64) ([]db.DiscoveryReadyRow, error) {

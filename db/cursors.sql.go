@@ -13,8 +13,8 @@ import (
 )
 
 const CursorCreate = `-- name: CursorCreate :execrows
-insert into ferrymq.cursors (group_id, partition_id, committed, pending)
-select $1::int, s.id, s.start_offset, s.start_offset < s.next_offset
+insert into ferrymq.cursors (group_id, partition_id, committed, pending, origin)
+select $1::int, s.id, s.start_offset, s.start_offset < s.next_offset, s.start_offset
 from (
     select p.id, p.next_offset,
            case when p.last_push_at is null or p.last_push_at < $2::timestamptz then p.next_offset
@@ -31,7 +31,7 @@ type CursorCreateParams struct {
 	PartitionID int64
 }
 
-// First contact of a group with one partition. Needs PartitionLock in an earlier statement of the same transaction:
+// First contact of a group with one partition. Needs GroupHold, and PartitionLock in an earlier statement of the same transaction:
 // only then no push can commit between this look at the tail and the cursor.
 func (q *Queries) CursorCreate(ctx context.Context, arg CursorCreateParams) (int64, error) {
 	result, err := q.db.Exec(ctx, CursorCreate, arg.GroupID, arg.StartAt, arg.PartitionID)
@@ -44,6 +44,7 @@ func (q *Queries) CursorCreate(ctx context.Context, arg CursorCreateParams) (int
 const CursorGet = `-- name: CursorGet :one
 select c.committed, c.batch_end, c.lease_id, coalesce(c.lease_until > clock_timestamp(), false)::boolean as live, p.next_offset, p.first_offset
 from ferrymq.cursors c
+join ferrymq.groups g on g.id = c.group_id and g.deleted_at is null
 join ferrymq.partitions p on p.id = c.partition_id
 join ferrymq.queues q on q.id = p.queue_id and q.deleted_at is null
 where c.group_id = $1::int and c.partition_id = $2::bigint
@@ -78,15 +79,18 @@ func (q *Queries) CursorGet(ctx context.Context, arg CursorGetParams) (CursorGet
 }
 
 const GroupAvailable = `-- name: GroupAvailable :one
-select coalesce(sum(x.available), 0)::bigint as available
-from (
-    select p.next_offset - greatest(c.committed, p.first_offset) as available
-    from ferrymq.cursors c
-    join ferrymq.partitions p on p.id = c.partition_id
-    where c.group_id = $1::int and c.pending and c.not_before is null
-      and (c.lease_until is null or c.lease_until < clock_timestamp())
-    limit $2::bigint
-) x
+select coalesce((
+    select sum(x.available)
+    from (
+        select p.next_offset - greatest(c.committed, p.first_offset) as available
+        from ferrymq.cursors c
+        join ferrymq.partitions p on p.id = c.partition_id
+        where c.group_id = $1::int and c.pending and c.not_before is null
+          and (c.lease_until is null or c.lease_until < clock_timestamp())
+        limit $2::bigint
+    ) x), 0)::bigint as available
+from ferrymq.groups g
+where g.id = $1::int and g.deleted_at is null
 `
 
 type GroupAvailableParams struct {
@@ -94,7 +98,7 @@ type GroupAvailableParams struct {
 	Parts   int64
 }
 
-// How many messages a claim of that shape would get now, for a pop that waits to fill its batch.
+// How many messages a claim of that shape would get now, for a pop that waits to fill its batch. No row: the group was deleted.
 func (q *Queries) GroupAvailable(ctx context.Context, arg GroupAvailableParams) (int64, error) {
 	row := q.db.QueryRow(ctx, GroupAvailable, arg.GroupID, arg.Parts)
 	var available int64
@@ -205,7 +209,7 @@ func (q *Queries) PromoteDue(ctx context.Context, arg PromoteDueParams) ([]Promo
 }
 
 const ReadyGroups = `-- name: ReadyGroups :many
-select g.id::int as id, r.ready::bigint as ready, exists (
+select g.id::int as id, case when a.alive then r.ready else g.want::bigint end::bigint as ready, exists (
         select from ferrymq.cursors c where c.group_id = g.id::int and c.pending and c.not_before is null) as pending
 from rows from (unnest($1::int[]), unnest($2::bigint[])) as g (id, want)
 cross join lateral (
@@ -215,6 +219,7 @@ cross join lateral (
           and (c.lease_until is null or c.lease_until < clock_timestamp())
         limit g.want::bigint) x
 ) r
+cross join lateral (select exists (select from ferrymq.groups y where y.id = g.id::int and y.deleted_at is null) as alive) a
 `
 
 type ReadyGroupsParams struct {
@@ -229,6 +234,7 @@ type ReadyGroupsRow struct {
 }
 
 // The one re-check for all parked pops: which groups have something to claim, and which only wait for leases to end.
+// A group that was deleted is ready: its claims find out.
 func (q *Queries) ReadyGroups(ctx context.Context, arg ReadyGroupsParams) ([]ReadyGroupsRow, error) {
 	rows, err := q.db.Query(ctx, ReadyGroups, arg.Ids, arg.Wants)
 	if err != nil {
@@ -260,6 +266,7 @@ left join lateral (
     limit 1
 ) c on true
 where coalesce(c.ready, true)
+   or (select y.id from ferrymq.groups y where y.id = t.group_id::int and y.deleted_at is null) is null
 `
 
 type ReadyPartitionsParams struct {
@@ -272,7 +279,7 @@ type ReadyPartitionsRow struct {
 	PartitionID int64
 }
 
-// The same for pops parked on one partition. One whose cursor is gone, with the partition, comes too: its claim finds that out.
+// The same for pops parked on one partition. One whose cursor is gone, with the partition or the group, comes too: its claim finds that out.
 // Lateral, or a plan made while the table was small reads the table.
 func (q *Queries) ReadyPartitions(ctx context.Context, arg ReadyPartitionsParams) ([]ReadyPartitionsRow, error) {
 	rows, err := q.db.Query(ctx, ReadyPartitions, arg.GroupIds, arg.PartitionIds)

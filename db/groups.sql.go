@@ -11,11 +11,16 @@ import (
 )
 
 const DiscoveryOf = `-- name: DiscoveryOf :many
-select d.name, d.start_mode, d.start_at
-from ferrymq.discovery_groups d
-where d.project_id = $1::int
-  and ((d.namespace = $2::text and d.task in ('', $3::text)) or (d.namespace = '' and d.task = $3::text))
-order by d.start_at
+with held as materialized (
+    select d.name, d.start_mode, d.start_at
+    from ferrymq.discovery_groups d
+    where d.project_id = $1::int
+      and ((d.namespace = $2::text and d.task in ('', $3::text)) or (d.namespace = '' and d.task = $3::text))
+    order by d.namespace, d.task, d.name
+    for share
+)
+select h.name, h.start_mode, h.start_at from held h
+order by h.start_at
 `
 
 type DiscoveryOfParams struct {
@@ -30,7 +35,8 @@ type DiscoveryOfRow struct {
 	StartAt   time.Time
 }
 
-// The registrations whose scope covers a queue, oldest first.
+// The registrations whose scope covers a queue, oldest first. Held, in the order of those who delete or change them,
+// so that none of these happens before the groups that are made of them are there to be deleted and changed too.
 func (q *Queries) DiscoveryOf(ctx context.Context, arg DiscoveryOfParams) ([]DiscoveryOfRow, error) {
 	rows, err := q.db.Query(ctx, DiscoveryOf, arg.ProjectID, arg.Namespace, arg.Task)
 	if err != nil {
@@ -150,12 +156,16 @@ func (q *Queries) DiscoveryRegister(ctx context.Context, arg DiscoveryRegisterPa
 const DiscoveryUnmet = `-- name: DiscoveryUnmet :many
 select q.id, q.name
 from (
+    select 0 as id, '' as name
+    where not exists (select from ferrymq.discovery_groups d where d.project_id = $1::int and d.namespace = $2::text
+                      and d.task = $3::text and d.name = $4::text)
+    union all
     select n.id, n.name from ferrymq.queues n
-    where $1::text <> '' and n.project_id = $2::int and n.deleted_at is null
-      and n.namespace = $1::text and ($3::text = '' or n.task = $3::text)
+    where $2::text <> '' and n.project_id = $1::int and n.deleted_at is null
+      and n.namespace = $2::text and ($3::text = '' or n.task = $3::text)
     union all
     select t.id, t.name from ferrymq.queues t
-    where $1::text = '' and t.project_id = $2::int and t.deleted_at is null and t.task = $3::text
+    where $2::text = '' and t.project_id = $1::int and t.deleted_at is null and t.task = $3::text
 ) q
 where not exists (select from ferrymq.groups g where g.queue_id = q.id and g.kind = 0 and g.name = $4::text and g.deleted_at is null and g.registered)
 order by q.id
@@ -163,8 +173,8 @@ limit 1000
 `
 
 type DiscoveryUnmetParams struct {
-	Namespace string
 	ProjectID int32
+	Namespace string
 	Task      string
 	Name      string
 }
@@ -174,12 +184,12 @@ type DiscoveryUnmetRow struct {
 	Name string
 }
 
-// Queues in scope where the group is not registered yet.
+// Queues in scope where the group is not registered yet, and first of all 0 if the registration for the scope is missing.
 // Two arms, because no index serves "any namespace, or this one". A scope names at least one of both.
 func (q *Queries) DiscoveryUnmet(ctx context.Context, arg DiscoveryUnmetParams) ([]DiscoveryUnmetRow, error) {
 	rows, err := q.db.Query(ctx, DiscoveryUnmet,
-		arg.Namespace,
 		arg.ProjectID,
+		arg.Namespace,
 		arg.Task,
 		arg.Name,
 	)
@@ -325,7 +335,7 @@ func (q *Queries) GroupLock(ctx context.Context, arg GroupLockParams) (GroupLock
 
 const GroupRegister = `-- name: GroupRegister :execrows
 update ferrymq.groups g
-set registered = true, seeded = false, seeded_to = 0, start_mode = $1::text,
+set registered = true, seeded = false, seeded_to = 0, created_at = clock_timestamp(), start_mode = $1::text,
     start_at = coalesce($2::timestamptz, clock_timestamp())
 where g.id = $3::int and not g.registered
 `
@@ -363,8 +373,8 @@ func (q *Queries) SeedAdvance(ctx context.Context, arg SeedAdvanceParams) error 
 }
 
 const SeedCursors = `-- name: SeedCursors :exec
-insert into ferrymq.cursors (group_id, partition_id, committed, pending)
-select $1::int, s.id, s.start_offset, s.start_offset < s.next_offset
+insert into ferrymq.cursors (group_id, partition_id, committed, pending, origin)
+select $1::int, s.id, s.start_offset, s.start_offset < s.next_offset, s.start_offset
 from (
     select p.id, p.next_offset,
            case when p.last_push_at is null or p.last_push_at < $2::timestamptz then p.next_offset

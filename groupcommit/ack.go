@@ -117,14 +117,14 @@ func (e *Engine) ack(ctx context.Context, a *Acks) {
 			}
 		}
 		if c == nil {
-			if c, err = e.readCursor(ctx, a, g, row); err != nil {
+			if c, err = e.readCursor(ctx, a, &g, row); err != nil {
 				a.fail(err)
 				return
 			}
 		}
 		v, sure := a.decide(e.Hasher, c)
 		if !sure { // an id outside of the leased span: only the database knows
-			if c, err = e.readCursor(ctx, a, g, row); err != nil {
+			if c, err = e.readCursor(ctx, a, &g, row); err != nil {
 				a.fail(err)
 				return
 			}
@@ -296,12 +296,20 @@ func (a *Acks) report(v *verdict, s *settle) {
 }
 
 // readCursor is the slow way to what acks are decided on: after a restart, on another broker, or for ids outside of the leased span.
-// It judges the lease too, so that nothing needs to be settled when it is over.
-func (e *Engine) readCursor(ctx context.Context, a *Acks, g *catalog.Group, row *catalog.Row) (*cursor, error) {
-	r, err := e.q.CursorGet(ctx, db.CursorGetParams{GroupID: g.ID, PartitionID: row.ID})
+// It judges the lease too, so that nothing needs to be settled when it is over. A group that was deleted and made again is replaced.
+func (e *Engine) readCursor(ctx context.Context, a *Acks, g **catalog.Group, row *catalog.Row) (*cursor, error) {
+	r, err := e.q.CursorGet(ctx, db.CursorGetParams{GroupID: (*g).ID, PartitionID: row.ID})
 	if errors.Is(err, pgx.ErrNoRows) {
-		e.Catalog.ForgetGroup(g.QueueID, g.Name)
-		return nil, ErrNoConsumer
+		e.Catalog.ForgetGroup((*g).QueueID, (*g).Name)
+		again, err := e.Catalog.Group(ctx, (*g).QueueID, (*g).Name)
+		if err != nil {
+			return nil, e.Unavailable(err)
+		}
+		if again == nil || again.ID == (*g).ID {
+			return nil, ErrNoConsumer
+		}
+		*g = again
+		return e.readCursor(ctx, a, g, row)
 	}
 	if err != nil {
 		return nil, e.Unavailable(err)

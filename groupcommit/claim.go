@@ -55,6 +55,7 @@ type claim struct {
 	hints []int64 // partitions to look at first
 	tries int
 	looks int // of its group, when it set out
+	bulk  int // the same
 
 	looked atomic.Bool // it was on a flush that succeeded
 
@@ -312,6 +313,9 @@ func (e *Engine) deliverClaims(lists []*list, rows []db.ClaimPartitionsRow) {
 		}
 		for _, partition := range rest {
 			e.park.left(l.group, partition)
+		}
+		if !l.seen {
+			e.park.gone(l.group.ID)
 		}
 		if more := surplus[no] - len(taken); more > 0 && l.partition == 0 {
 			e.park.lookSome(l.group.ID, more)

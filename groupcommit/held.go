@@ -158,6 +158,20 @@ func (h *holding) drop(group int32, partition int64) {
 	}
 }
 
+// dropGroup forgets all batches of a group. It walks everything that is remembered: for rare events.
+func (h *holding) dropGroup(group int32) {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	for _, m := range []map[cursorKey]*held{h.young, h.old} {
+		for k, n := range m {
+			if k.group == group {
+				h.remove(k)
+				delete(h.leases, n.lease)
+			}
+		}
+	}
+}
+
 // cursors are those a lease was handed out for here.
 func (h *holding) cursors(lease uuid.UUID) []cursorKey {
 	h.mu.Lock()

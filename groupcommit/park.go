@@ -39,6 +39,7 @@ type parkedGroup struct {
 	partial   bool      // see took
 	empty     time.Time // when a look at the whole index last found nothing; zero once there has been a sign of anything
 	looks     int       // how often all its claims were sent to look: those on a flush then look again
+	bulk      int       // how often its cursors changed in bulk: claims on one partition then look again
 	indexed   time.Time // when the index last went first
 	used      time.Time
 	check     backoff
@@ -94,11 +95,11 @@ func (p *parking) group(g *catalog.Group) *parkedGroup {
 	return pg
 }
 
-// enter makes the group known before its first claim looks, so that hints are kept for it.
-func (p *parking) enter(g *catalog.Group) {
+// enter makes the group known before its first claim looks, so that hints are kept for it. It returns the group's bulk.
+func (p *parking) enter(g *catalog.Group) int {
 	p.mu.Lock()
-	p.group(g)
-	p.mu.Unlock()
+	defer p.mu.Unlock()
+	return p.group(g).bulk
 }
 
 // seen remembers a queue for the scopes of watchers.
@@ -143,6 +144,12 @@ func (p *parking) idle(c *claim) {
 	if c.partition != nil && g.hinted[c.partition.ID] {
 		delete(g.hinted, c.partition.ID)
 		g.hints = slices.DeleteFunc(g.hints, func(h int64) bool { return h == c.partition.ID })
+		p.mu.Unlock()
+		p.board(c, false)
+		return
+	}
+	if c.partition != nil && c.bulk != g.bulk {
+		c.bulk = g.bulk
 		p.mu.Unlock()
 		p.board(c, false)
 		return
@@ -251,15 +258,17 @@ func (p *parking) each(h Hint, do func(*parkedGroup)) {
 }
 
 // hint says that a partition has something to deliver: a parked claim goes for it, or the group's next claim will.
+// Without a partition the whole group has changed: sought, or deleted.
 // lists are the claims of the flush the hint comes from: they have been offered it.
 func (p *parking) hint(h Hint, lists []*list) {
+	if h.Partition == 0 {
+		p.e.held.dropGroup(h.Group)
+		p.look(h.Group)
+		return
+	}
 	var claims []*claim
 	p.mu.Lock()
 	p.each(h, func(g *parkedGroup) {
-		if h.Partition == 0 {
-			claims = append(claims, g.takeAll(p, 1)...)
-			return
-		}
 		for _, l := range lists {
 			if l.group.ID == g.id && slices.Contains(l.hints, h.Partition) {
 				return
@@ -282,7 +291,7 @@ func (p *parking) hint(h Hint, lists []*list) {
 	}
 	p.mu.Unlock()
 	for _, c := range claims {
-		p.board(c, h.Partition == 0)
+		p.board(c, false)
 	}
 }
 
@@ -350,8 +359,7 @@ func (p *parking) look(group int32) {
 	g := p.groups[group]
 	var claims []*claim
 	if g != nil {
-		g.looks++
-		g.empty = time.Time{}
+		g.changed()
 		claims = g.takeAll(p, len(g.idle))
 	}
 	for _, w := range p.watchers {
@@ -360,6 +368,35 @@ func (p *parking) look(group int32) {
 	p.mu.Unlock()
 	for _, c := range claims {
 		p.board(c, true)
+	}
+}
+
+// changed makes the claims of a group that are on a flush look again before they park.
+func (g *parkedGroup) changed() {
+	g.looks++
+	g.bulk++
+	g.empty = time.Time{}
+}
+
+// gone ends the parked claims of a group that was deleted, so that their pops start over: with a first contact.
+func (p *parking) gone(group int32) {
+	p.mu.Lock()
+	var claims []*claim
+	if g := p.groups[group]; g != nil {
+		g.changed()
+		claims = g.takeIdle(p, len(g.idle))
+		for partition, waiting := range g.narrow {
+			claims = append(claims, waiting...)
+			p.parked -= len(waiting)
+			delete(g.narrow, partition)
+		}
+	}
+	for _, w := range p.watchers {
+		w.signal()
+	}
+	p.mu.Unlock()
+	for _, c := range claims {
+		c.finish(p.e, nil, catalog.ErrGone)
 	}
 }
 

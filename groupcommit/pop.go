@@ -7,6 +7,7 @@ import (
 	"time"
 
 	"github.com/google/uuid"
+	"github.com/jackc/pgx/v5"
 
 	"ferrymq/catalog"
 	"ferrymq/db"
@@ -171,7 +172,7 @@ func (e *Engine) newClaim(p *Pop, q *catalog.Queue, g *catalog.Group, lease uuid
 
 // await boards a claim and waits for its answer, its deadline, or the end of the caller.
 func (e *Engine) await(ctx context.Context, c *claim, deadline time.Time) (*Delivery, error) {
-	e.park.enter(c.group)
+	c.bulk = e.park.enter(c.group)
 	if !e.park.parkAtOnce(c) {
 		e.boardClaim(c)
 	}
@@ -275,6 +276,9 @@ func (e *Engine) popFilled(ctx context.Context, p *Pop, q *catalog.Queue, g *cat
 	var until time.Time // when the held batch goes
 	for {
 		available, err := e.q.GroupAvailable(ctx, db.GroupAvailableParams{GroupID: g.ID, Parts: max(p.Partitions, 1)})
+		if errors.Is(err, pgx.ErrNoRows) {
+			return nil, e.forgetGone(g, catalog.ErrGone)
+		}
 		if err != nil {
 			return nil, e.Unavailable(err)
 		}

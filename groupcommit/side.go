@@ -78,6 +78,11 @@ const sideLockTimeout = 2 * time.Second
 
 // alone runs fn in a transaction with its own connection, again after a deadlock, and turns errors into this package's.
 func (e *Engine) alone(fn func(ctx context.Context, q *db.Queries) error) error {
+	return e.patiently(sideLockTimeout, fn)
+}
+
+// patiently is alone with another time after which fn lets go of its locks and begins again when it waits for one.
+func (e *Engine) patiently(lock time.Duration, fn func(ctx context.Context, q *db.Queries) error) error {
 	began := time.Now()
 	for {
 		room := time.NewTimer(connectTimeout)
@@ -87,7 +92,7 @@ func (e *Engine) alone(fn func(ctx context.Context, q *db.Queries) error) error 
 		case <-room.C:
 			return ErrNoConnection
 		}
-		err := e.alongside(fn)
+		err := e.alongside(lock, fn)
 		<-e.sideRoom
 		if !db.IsLockTimeout(err) || time.Since(began) > e.StatementTimeout {
 			return err
@@ -96,7 +101,7 @@ func (e *Engine) alone(fn func(ctx context.Context, q *db.Queries) error) error 
 	}
 }
 
-func (e *Engine) alongside(fn func(ctx context.Context, q *db.Queries) error) error {
+func (e *Engine) alongside(lock time.Duration, fn func(ctx context.Context, q *db.Queries) error) error {
 	ctx, cancel := context.WithTimeout(context.Background(), e.StatementTimeout+connectTimeout)
 	defer cancel()
 	for again := false; ; again = true {
@@ -115,7 +120,7 @@ func (e *Engine) alongside(fn func(ctx context.Context, q *db.Queries) error) er
 			}
 			defer tx.Rollback(ctx)
 			q := e.q.WithTx(tx)
-			if err := q.FlushSettings(ctx, e.settings(sideLockTimeout)); err != nil {
+			if err := q.FlushSettings(ctx, e.settings(lock)); err != nil {
 				return err
 			}
 			if err := fn(ctx, q); err != nil {

@@ -179,6 +179,8 @@ func (m *Maintainer) run(ctx context.Context, job db.JobClaimRow, lease uuid.UUI
 		err = m.Engine.Catalog.Seed(ctx, *job.GroupID)
 	case "delete_queue":
 		err = m.removeQueue(ctx, job.QueueID, next)
+	case "delete_group":
+		_, err = m.Engine.Catalog.RemoveGroup(ctx, *job.GroupID)
 	case "recheck":
 		err = m.recheck(ctx, job.QueueID)
 	case "retention":

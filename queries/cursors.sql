@@ -1,15 +1,16 @@
 -- name: CursorGet :one
 select c.committed, c.batch_end, c.lease_id, coalesce(c.lease_until > clock_timestamp(), false)::boolean as live, p.next_offset, p.first_offset
 from ferrymq.cursors c
+join ferrymq.groups g on g.id = c.group_id and g.deleted_at is null
 join ferrymq.partitions p on p.id = c.partition_id
 join ferrymq.queues q on q.id = p.queue_id and q.deleted_at is null
 where c.group_id = @group_id::int and c.partition_id = @partition_id::bigint;
 
 -- name: CursorCreate :execrows
--- First contact of a group with one partition. Needs PartitionLock in an earlier statement of the same transaction:
+-- First contact of a group with one partition. Needs GroupHold, and PartitionLock in an earlier statement of the same transaction:
 -- only then no push can commit between this look at the tail and the cursor.
-insert into ferrymq.cursors (group_id, partition_id, committed, pending)
-select @group_id::int, s.id, s.start_offset, s.start_offset < s.next_offset
+insert into ferrymq.cursors (group_id, partition_id, committed, pending, origin)
+select @group_id::int, s.id, s.start_offset, s.start_offset < s.next_offset, s.start_offset
 from (
     select p.id, p.next_offset,
            case when p.last_push_at is null or p.last_push_at < @start_at::timestamptz then p.next_offset
@@ -31,7 +32,8 @@ order by c.group_id, c.partition_id;
 
 -- name: ReadyGroups :many
 -- The one re-check for all parked pops: which groups have something to claim, and which only wait for leases to end.
-select g.id::int as id, r.ready::bigint as ready, exists (
+-- A group that was deleted is ready: its claims find out.
+select g.id::int as id, case when a.alive then r.ready else g.want::bigint end::bigint as ready, exists (
         select from ferrymq.cursors c where c.group_id = g.id::int and c.pending and c.not_before is null) as pending
 from rows from (unnest(@ids::int[]), unnest(@wants::bigint[])) as g (id, want)
 cross join lateral (
@@ -40,10 +42,11 @@ cross join lateral (
         where c.group_id = g.id::int and c.pending and c.not_before is null
           and (c.lease_until is null or c.lease_until < clock_timestamp())
         limit g.want::bigint) x
-) r;
+) r
+cross join lateral (select exists (select from ferrymq.groups y where y.id = g.id::int and y.deleted_at is null) as alive) a;
 
 -- name: ReadyPartitions :many
--- The same for pops parked on one partition. One whose cursor is gone, with the partition, comes too: its claim finds that out.
+-- The same for pops parked on one partition. One whose cursor is gone, with the partition or the group, comes too: its claim finds that out.
 -- Lateral, or a plan made while the table was small reads the table.
 select t.group_id::int as group_id, t.partition_id::bigint as partition_id
 from rows from (unnest(@group_ids::int[]), unnest(@partition_ids::bigint[])) as t (group_id, partition_id)
@@ -54,19 +57,23 @@ left join lateral (
     where x.group_id = t.group_id::int and x.partition_id = t.partition_id::bigint
     limit 1
 ) c on true
-where coalesce(c.ready, true);
+where coalesce(c.ready, true)
+   or (select y.id from ferrymq.groups y where y.id = t.group_id::int and y.deleted_at is null) is null;
 
 -- name: GroupAvailable :one
--- How many messages a claim of that shape would get now, for a pop that waits to fill its batch.
-select coalesce(sum(x.available), 0)::bigint as available
-from (
-    select p.next_offset - greatest(c.committed, p.first_offset) as available
-    from ferrymq.cursors c
-    join ferrymq.partitions p on p.id = c.partition_id
-    where c.group_id = @group_id::int and c.pending and c.not_before is null
-      and (c.lease_until is null or c.lease_until < clock_timestamp())
-    limit @parts::bigint
-) x;
+-- How many messages a claim of that shape would get now, for a pop that waits to fill its batch. No row: the group was deleted.
+select coalesce((
+    select sum(x.available)
+    from (
+        select p.next_offset - greatest(c.committed, p.first_offset) as available
+        from ferrymq.cursors c
+        join ferrymq.partitions p on p.id = c.partition_id
+        where c.group_id = @group_id::int and c.pending and c.not_before is null
+          and (c.lease_until is null or c.lease_until < clock_timestamp())
+        limit @parts::bigint
+    ) x), 0)::bigint as available
+from ferrymq.groups g
+where g.id = @group_id::int and g.deleted_at is null;
 
 -- name: PromoteDue :many
 -- Delays, windows and backoffs that are over: back into the index of claimable cursors.

@@ -79,10 +79,11 @@ select m.id, m.public_id, coalesce(m.last_push_at, m.created_at)::timestamptz as
 
 -- name: CreateCursors :exec
 -- Cursors of the partitions just created, for every registered group.
-insert into ferrymq.cursors (group_id, partition_id, committed, pending)
+insert into ferrymq.cursors (group_id, partition_id, committed, pending, origin)
 select g.id, p.id,
        case when p.created_at >= g.start_at then 0 else p.next_offset end,
-       p.created_at >= g.start_at and p.next_offset > 0
+       p.created_at >= g.start_at and p.next_offset > 0,
+       case when p.created_at >= g.start_at then 0 else p.next_offset end
 from ferrymq.partitions p
 join ferrymq.groups g on g.queue_id = p.queue_id and g.deleted_at is null and g.registered
 where p.public_id = any(@public_ids::uuid[])
@@ -211,11 +212,12 @@ from rows from (unnest(@group_ids::int[]), unnest(@partition_ids::bigint[]), unn
 where c.group_id = t.group_id::int and c.partition_id = t.partition_id::bigint and c.committed = t.end_offset::bigint and c.lease_id is null;
 
 -- name: ExtendLeases :many
--- Never makes a lease shorter. The caller names the cursors, a lease that has ended stays ended.
+-- Never makes a lease shorter. The caller names the cursors, a lease that has ended stays ended, as do those of a deleted group.
 update ferrymq.cursors c
 set lease_until = greatest(c.lease_until, clock_timestamp() + t.seconds::int * interval '1 second')
 from rows from (unnest(@ns::int[]), unnest(@group_ids::int[]), unnest(@partition_ids::bigint[]), unnest(@lease_ids::uuid[]), unnest(@seconds::int[]))
      as t (n, group_id, partition_id, lease_id, seconds)
+cross join lateral (select g.id from ferrymq.groups g where g.id = t.group_id::int and g.deleted_at is null offset 0) g
 where c.group_id = t.group_id::int and c.partition_id = t.partition_id::bigint
   and c.lease_id = t.lease_id::uuid and c.lease_until > clock_timestamp()
 returning t.n::int as n, c.lease_until::timestamptz as lease_until;

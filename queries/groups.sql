@@ -13,7 +13,7 @@ returning id, queue_id, name, registered, start_mode, start_at, seeded, seeded_t
 -- name: GroupRegister :execrows
 -- Turns a group that only met partition pops into a registered one. Needs QueueLock in the same transaction.
 update ferrymq.groups g
-set registered = true, seeded = false, seeded_to = 0, start_mode = @start_mode::text,
+set registered = true, seeded = false, seeded_to = 0, created_at = clock_timestamp(), start_mode = @start_mode::text,
     start_at = coalesce(sqlc.narg('start_at')::timestamptz, clock_timestamp())
 where g.id = @id::int and not g.registered;
 
@@ -34,8 +34,8 @@ limit @max::bigint
 for no key update;
 
 -- name: SeedCursors :exec
-insert into ferrymq.cursors (group_id, partition_id, committed, pending)
-select @group_id::int, s.id, s.start_offset, s.start_offset < s.next_offset
+insert into ferrymq.cursors (group_id, partition_id, committed, pending, origin)
+select @group_id::int, s.id, s.start_offset, s.start_offset < s.next_offset, s.start_offset
 from (
     select p.id, p.next_offset,
            case when p.last_push_at is null or p.last_push_at < @start_at::timestamptz then p.next_offset
@@ -60,18 +60,28 @@ on conflict (project_id, namespace, task, name) do update set name = excluded.na
 returning start_mode, start_at;
 
 -- name: DiscoveryOf :many
--- The registrations whose scope covers a queue, oldest first.
-select d.name, d.start_mode, d.start_at
-from ferrymq.discovery_groups d
-where d.project_id = @project_id::int
-  and ((d.namespace = @namespace::text and d.task in ('', @task::text)) or (d.namespace = '' and d.task = @task::text))
-order by d.start_at;
+-- The registrations whose scope covers a queue, oldest first. Held, in the order of those who delete or change them,
+-- so that none of these happens before the groups that are made of them are there to be deleted and changed too.
+with held as materialized (
+    select d.name, d.start_mode, d.start_at
+    from ferrymq.discovery_groups d
+    where d.project_id = @project_id::int
+      and ((d.namespace = @namespace::text and d.task in ('', @task::text)) or (d.namespace = '' and d.task = @task::text))
+    order by d.namespace, d.task, d.name
+    for share
+)
+select h.name, h.start_mode, h.start_at from held h
+order by h.start_at;
 
 -- name: DiscoveryUnmet :many
--- Queues in scope where the group is not registered yet.
+-- Queues in scope where the group is not registered yet, and first of all 0 if the registration for the scope is missing.
 -- Two arms, because no index serves "any namespace, or this one". A scope names at least one of both.
 select q.id, q.name
 from (
+    select 0 as id, '' as name
+    where not exists (select from ferrymq.discovery_groups d where d.project_id = @project_id::int and d.namespace = @namespace::text
+                      and d.task = @task::text and d.name = @name::text)
+    union all
     select n.id, n.name from ferrymq.queues n
     where @namespace::text <> '' and n.project_id = @project_id::int and n.deleted_at is null
       and n.namespace = @namespace::text and (@task::text = '' or n.task = @task::text)
