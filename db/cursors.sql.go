@@ -219,7 +219,7 @@ cross join lateral (
           and (c.lease_until is null or c.lease_until < clock_timestamp())
         limit g.want::bigint) x
 ) r
-cross join lateral (select exists (select from ferrymq.groups y where y.id = g.id::int and y.deleted_at is null) as alive) a
+cross join lateral (select (select y.id from ferrymq.groups y where y.id = g.id::int and y.deleted_at is null) is not null as alive) a
 `
 
 type ReadyGroupsParams struct {

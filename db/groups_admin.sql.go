@@ -202,7 +202,7 @@ select b.name, b.queue, p.name as partition, p.public_id,
        (p.next_offset - greatest(b.committed, p.first_offset))::bigint as offset_lag,
        greatest(floor(extract(epoch from clock_timestamp() - s.created_at)), 0)::bigint as time_lag, s.created_at
 from behind b
-join ferrymq.partitions p on p.id = b.partition_id
+cross join lateral (select x.id, x.public_id, x.name, x.next_offset, x.first_offset from ferrymq.partitions x where x.id = b.partition_id offset 0) p
 cross join lateral (
     select x.created_at from ferrymq.segments x
     where x.partition_id = p.id and x.base_offset <= greatest(b.committed, p.first_offset)
@@ -281,7 +281,7 @@ with live as materialized (
 ), lag as (
     select b.id, count(*) as partitions, sum(p.next_offset - greatest(b.committed, p.first_offset)) as total, min(s.created_at) as oldest
     from behind b
-    join ferrymq.partitions p on p.id = b.partition_id
+    cross join lateral (select x.id, x.next_offset, x.first_offset from ferrymq.partitions x where x.id = b.partition_id offset 0) p
     left join lateral (
         select x.created_at from ferrymq.segments x
         where x.partition_id = p.id and x.base_offset <= greatest(b.committed, p.first_offset)
@@ -356,7 +356,7 @@ select c.group_id, p.name as partition, (c.committed - c.origin)::bigint as cons
        coalesce(greatest(floor(extract(epoch from clock_timestamp() - s.created_at)), 0), 0)::bigint as time_lag,
        coalesce(case when c.lease_until > clock_timestamp() then c.lease_id end, '00000000-0000-0000-0000-000000000000')::uuid as lease_id
 from ferrymq.cursors c
-join ferrymq.partitions p on p.id = c.partition_id
+cross join lateral (select x.id, x.name, x.next_offset, x.first_offset from ferrymq.partitions x where x.id = c.partition_id offset 0) p
 left join lateral (
     select x.created_at from ferrymq.segments x
     where x.partition_id = p.id and p.next_offset > greatest(c.committed, p.first_offset) and x.base_offset <= greatest(c.committed, p.first_offset)
@@ -456,15 +456,14 @@ const GroupRestart = `-- name: GroupRestart :execrows
 with changing as materialized (
     select g.id
     from ferrymq.groups g
-    join ferrymq.queues q on q.id = g.queue_id and q.deleted_at is null and q.project_id = $2::int
+    cross join lateral (select x.id from ferrymq.queues x where x.id = g.queue_id and x.deleted_at is null and x.project_id = $2::int offset 0) q
     where g.name = $3::text and g.kind = 0 and g.deleted_at is null and g.registered
     order by g.id
     for no key update of g
 )
 update ferrymq.groups g
 set start_mode = 'time', start_at = $1::timestamptz
-from changing x
-where g.id = x.id
+where g.id = any(array(select x.id from changing x))
 `
 
 type GroupRestartParams struct {
@@ -510,7 +509,7 @@ func (q *Queries) GroupTake(ctx context.Context, arg GroupTakeParams) (GroupTake
 const GroupsByName = `-- name: GroupsByName :many
 select g.id, g.queue_id, q.name as queue
 from ferrymq.groups g
-join ferrymq.queues q on q.id = g.queue_id and q.deleted_at is null and q.project_id = $1::int
+cross join lateral (select x.name from ferrymq.queues x where x.id = g.queue_id and x.deleted_at is null and x.project_id = $1::int offset 0) q
 where g.name = $2::text and g.kind = 0 and g.deleted_at is null
 order by q.name
 `

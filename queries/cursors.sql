@@ -43,7 +43,7 @@ cross join lateral (
           and (c.lease_until is null or c.lease_until < clock_timestamp())
         limit g.want::bigint) x
 ) r
-cross join lateral (select exists (select from ferrymq.groups y where y.id = g.id::int and y.deleted_at is null) as alive) a;
+cross join lateral (select (select y.id from ferrymq.groups y where y.id = g.id::int and y.deleted_at is null) is not null as alive) a;
 
 -- name: ReadyPartitions :many
 -- The same for pops parked on one partition. One whose cursor is gone, with the partition or the group, comes too: its claim finds that out.
