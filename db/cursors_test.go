@@ -220,7 +220,7 @@ func TestDiscovery(t *testing.T) {
 	for _, c := range []struct {
 		namespace, task string
 		want            []int32
-	}{{"n", "", []int32{n1, n1t}}, {"n", "t", []int32{n1t}}, {"", "t", []int32{n1t, t2, empty}}, {"x", "", nil}, {"m", "x", nil}} {
+	}{{"n", "", []int32{n1, n1t}}, {"n", "t", []int32{n1t}}, {"", "t", []int32{n1t, t2, empty}}, {"x", "", []int32{0}}, {"m", "x", []int32{0}}} { // 0: not registered
 		var got []int32
 		for _, r := range must[[]db.DiscoveryUnmetRow](t)(w.DiscoveryUnmet(ctx, db.DiscoveryUnmetParams{ProjectID: 1, Namespace: c.namespace, Task: c.task, Name: "g"})) {
 			got = append(got, r.ID)
