@@ -145,7 +145,7 @@ with found as materialized (
     for no key update of c
 ), moved as (
     update ferrymq.cursors c
-    set committed = f.next_offset, lease_id = null, lease_until = null, batch_end = null, failed_offset = null, failures = 0, not_before = null, pending = false
+    set committed = f.next_offset, origin = f.next_offset - (c.committed - c.origin), lease_id = null, lease_until = null, batch_end = null, failed_offset = null, failures = 0, not_before = null, pending = false
     from found f
     where c.group_id = f.group_id and c.partition_id = f.partition_id
 )

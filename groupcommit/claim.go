@@ -315,7 +315,7 @@ func (e *Engine) deliverClaims(lists []*list, rows []db.ClaimPartitionsRow) {
 			e.park.left(l.group, partition)
 		}
 		if !l.seen {
-			e.park.gone(l.group.ID)
+			e.park.gone(l.group.ID, l.partition)
 		}
 		if more := surplus[no] - len(taken); more > 0 && l.partition == 0 {
 			e.park.lookSome(l.group.ID, more)

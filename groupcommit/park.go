@@ -378,17 +378,22 @@ func (g *parkedGroup) changed() {
 	g.empty = time.Time{}
 }
 
-// gone ends the parked claims of a group that was deleted, so that their pops start over: with a first contact.
-func (p *parking) gone(group int32) {
+// gone ends the parked claims of a group that was deleted, or only those on one partition, which may be what is gone. Their pops start
+// over: with a first contact.
+func (p *parking) gone(group int32, partition int64) {
 	p.mu.Lock()
 	var claims []*claim
 	if g := p.groups[group]; g != nil {
-		g.changed()
-		claims = g.takeIdle(p, len(g.idle))
-		for partition, waiting := range g.narrow {
-			claims = append(claims, waiting...)
-			p.parked -= len(waiting)
-			delete(g.narrow, partition)
+		if partition == 0 {
+			g.changed()
+			claims = g.takeIdle(p, len(g.idle))
+		}
+		for id, waiting := range g.narrow {
+			if partition == 0 || id == partition {
+				claims = append(claims, waiting...)
+				p.parked -= len(waiting)
+				delete(g.narrow, id)
+			}
 		}
 	}
 	for _, w := range p.watchers {

@@ -239,7 +239,7 @@ func (e *Engine) deleteGroup(ctx context.Context, f db.GroupsByNameRow, group st
 	}
 	e.Catalog.ForgetGroup(f.QueueID, group)
 	e.held.dropGroup(f.ID)
-	e.park.gone(f.ID)
+	e.park.gone(f.ID, 0)
 	if e.Announce != nil {
 		e.Announce([]Hint{{Queue: f.QueueID, Group: f.ID}})
 	}
