@@ -196,9 +196,12 @@ func loadConfig(vars map[string]string) (*Config, error) {
 	}
 	switch {
 	case c.EncryptionKey != "":
+		if _, err := segment.NewKeys(c.EncryptionKey); err != nil {
+			return nil, fmt.Errorf("%s: %w", cmp.Or(from["ENCRYPTION_KEY"], "ENCRYPTION_KEY"), err)
+		}
 		keys, err := segment.NewKeys(c.EncryptionKey, c.EncryptionKeysOld...)
 		if err != nil {
-			return nil, fmt.Errorf("ENCRYPTION_KEY or ENCRYPTION_KEYS_OLD: %w", err)
+			return nil, fmt.Errorf("ENCRYPTION_KEYS_OLD: %w", err)
 		}
 		c.keys = keys
 	case len(c.EncryptionKeysOld) > 0:

@@ -159,7 +159,8 @@ func (q *Queries) PartitionLock(ctx context.Context, arg PartitionLockParams) (P
 }
 
 const SegmentAt = `-- name: SegmentAt :one
-select s.base_offset, s.count, s.key_no, s.codec, s.created_at, s.first_id, s.keys, s.frames
+select s.base_offset, s.count, s.key_no, s.codec, s.created_at, s.first_id, s.keys, s.frames,
+    (s.key_no <> 0 or exists (select from ferrymq.partitions p join ferrymq.queues q on q.id = p.queue_id where p.id = $1::bigint and q.encryption_enabled))::boolean as secret
 from ferrymq.segments s
 where s.partition_id = $1::bigint and s.base_offset <= $2::bigint
   and exists (select from ferrymq.partitions p where p.id = $1::bigint and p.first_offset <= $2::bigint)
@@ -181,9 +182,10 @@ type SegmentAtRow struct {
 	FirstID    uuid.UUID
 	Keys       []byte
 	Frames     []byte
+	Secret     bool
 }
 
-// The segment that covers one offset, unless that has been removed.
+// The segment that covers one offset, unless that has been removed, and whether a copy of it has to be encrypted.
 func (q *Queries) SegmentAt(ctx context.Context, arg SegmentAtParams) (SegmentAtRow, error) {
 	row := q.db.QueryRow(ctx, SegmentAt, arg.PartitionID, arg.AtOffset)
 	var i SegmentAtRow
@@ -196,6 +198,7 @@ func (q *Queries) SegmentAt(ctx context.Context, arg SegmentAtParams) (SegmentAt
 		&i.FirstID,
 		&i.Keys,
 		&i.Frames,
+		&i.Secret,
 	)
 	return i, err
 }

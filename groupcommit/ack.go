@@ -343,6 +343,9 @@ func (e *Engine) copyOf(ctx context.Context, row *catalog.Row, offset int64) (*d
 	if err != nil || i >= int(s.Count) {
 		return nil, ErrDeadRejected // retention was faster
 	}
+	if s.Secret && e.Keys == nil {
+		return nil, ErrDeadRejected
+	}
 	d, err := segment.Decode(e.Keys, s.Codec, s.KeyNo, s.FirstID, int(s.Count), s.Frames)
 	if err != nil {
 		e.Log.Error("a message cannot be copied to the dead letters", "partition", row.PublicID, "offset", offset, "error", db.Text(err))
@@ -355,7 +358,7 @@ func (e *Engine) copyOf(ctx context.Context, row *catalog.Row, offset int64) (*d
 	rnd := uuid.New()
 	copy(c.id[13:], rnd[:3])
 	var keys *segment.Keys
-	if s.KeyNo != 0 {
+	if s.Secret {
 		keys = e.Keys
 	}
 	c.codec, c.keyNo, c.frames = b.Seal([]byte{}, keys, c.messageID)

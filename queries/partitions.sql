@@ -47,8 +47,9 @@ where r.partition_id = @partition_id::bigint
 order by base_offset desc;
 
 -- name: SegmentAt :one
--- The segment that covers one offset, unless that has been removed.
-select s.base_offset, s.count, s.key_no, s.codec, s.created_at, s.first_id, s.keys, s.frames
+-- The segment that covers one offset, unless that has been removed, and whether a copy of it has to be encrypted.
+select s.base_offset, s.count, s.key_no, s.codec, s.created_at, s.first_id, s.keys, s.frames,
+    (s.key_no <> 0 or exists (select from ferrymq.partitions p join ferrymq.queues q on q.id = p.queue_id where p.id = @partition_id::bigint and q.encryption_enabled))::boolean as secret
 from ferrymq.segments s
 where s.partition_id = @partition_id::bigint and s.base_offset <= @at_offset::bigint
   and exists (select from ferrymq.partitions p where p.id = @partition_id::bigint and p.first_offset <= @at_offset::bigint)
