@@ -961,7 +961,7 @@ func TestSlowClients(t *testing.T) {
 	began := time.Now()
 	poll := make(chan int, 1)
 	go func() {
-		status, _, _ := p.call("GET", url+"/api/v1/pop/queue/q?wait=true&timeout=14000", "")
+		status, _, _ := p.call("GET", url+"/api/v1/pop/queue/q?wait=true&timeout=18000", "")
 		poll <- status
 	}()
 	var conns []net.Conn
@@ -983,11 +983,13 @@ func TestSlowClients(t *testing.T) {
 			t.Fatalf("after %v: %v", time.Since(began), err)
 		}
 	}
-	if d := time.Since(began); d > 13*time.Second {
-		t.Errorf("closed after %v", d)
-	}
-	if status := <-poll; status != 204 || time.Since(began) < 14*time.Second {
-		t.Errorf("the long poll ended with %d after %v", status, time.Since(began))
+	select {
+	case status := <-poll:
+		t.Errorf("the long poll was answered %d after %v, before all of them were closed", status, time.Since(began))
+	default:
+		if status := <-poll; status != 204 {
+			t.Errorf("the long poll was answered %d", status)
+		}
 	}
 }
 

@@ -161,6 +161,7 @@ func (v *Verifier) choose() error {
 		return fmt.Errorf("JWT_ALGORITHM: must be HS256, HS384, HS512, RS256, RS384, RS512, EdDSA, ES256 or auto, got %q", v.o.Algorithm)
 	}
 	v.accepts = make(map[string]method)
+	fetched := false // a public key is wanted
 	for _, name := range asked {
 		m := methods[name]
 		switch {
@@ -176,6 +177,10 @@ func (v *Verifier) choose() error {
 			continue
 		}
 		v.accepts[name] = m
+		fetched = fetched || m.kind != secret
+	}
+	if !fetched {
+		v.set = nil
 	}
 	if !v.o.JWT || len(v.accepts) > 0 {
 		return nil
