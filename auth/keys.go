@@ -152,9 +152,10 @@ func newKeySet(u *url.URL, interval, timeout time.Duration) *keySet {
 // start fetches the keys at once, and again and again.
 func (s *keySet) start(log *slog.Logger) {
 	s.log = log
+	running := s.attempt(0) // so that the first request finds it under way
 	s.tasks.Go(func() {
-		for {
-			s.refresh(s.ctx, 0)
+		for running != nil {
+			<-running
 			s.mu.Lock()
 			wait := s.interval
 			if s.failure != nil {
@@ -166,6 +167,7 @@ func (s *keySet) start(log *slog.Logger) {
 				return
 			case <-time.After(wait):
 			}
+			running = s.attempt(0)
 		}
 	})
 }
@@ -181,7 +183,12 @@ func (s *keySet) close() {
 func (s *keySet) find(ctx context.Context, id string, want kind) (any, error) {
 	key, err := s.look(id, want)
 	if err == ErrKeyID {
-		s.refresh(ctx, missInterval)
+		if running := s.attempt(missInterval); running != nil {
+			select {
+			case <-running:
+			case <-ctx.Done():
+			}
+		}
 		key, err = s.look(id, want)
 	}
 	return key, err
@@ -216,30 +223,25 @@ func (s *keySet) look(id string, want kind) (any, error) {
 	return nil, err
 }
 
-// refresh fetches the keys, unless an attempt ended less than pause ago, and waits for that or for the attempt which is
-// already under way: callers share it, and none of them can cancel it.
-func (s *keySet) refresh(ctx context.Context, pause time.Duration) {
+// attempt begins to fetch the keys, unless an attempt ended less than pause ago or is under way already: callers share
+// it, and none of them can cancel it. What it returns is closed when it has ended; nil: there is none.
+func (s *keySet) attempt(pause time.Duration) (running chan struct{}) {
 	s.mu.Lock()
-	if s.running == nil && time.Since(s.ended) >= pause && s.ctx.Err() == nil {
-		running := make(chan struct{})
-		s.running = running
-		s.tasks.Go(func() {
-			keys, err := s.fetch()
-			s.mu.Lock()
-			s.done(keys, err)
-			s.running, s.ended = nil, time.Now()
-			s.mu.Unlock()
-			close(running)
-		})
+	defer s.mu.Unlock()
+	if s.running != nil || time.Since(s.ended) < pause || s.ctx.Err() != nil {
+		return s.running
 	}
-	running := s.running
-	s.mu.Unlock()
-	if running != nil {
-		select {
-		case <-running:
-		case <-ctx.Done():
-		}
-	}
+	running = make(chan struct{})
+	s.running = running
+	s.tasks.Go(func() {
+		keys, err := s.fetch()
+		s.mu.Lock()
+		s.done(keys, err)
+		s.running, s.ended = nil, time.Now()
+		s.mu.Unlock()
+		close(running)
+	})
+	return running
 }
 
 // done takes the outcome of an attempt, and says so when it differs from the one before.
