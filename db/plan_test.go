@@ -147,7 +147,6 @@ func statements(w *world) map[string]statement {
 		"QueueRead":         {sql: db.QueueRead, arg: db.QueueReadParams{ID: 7}, buffers: 60},
 		"QueueConfigure":    {sql: db.QueueConfigure, arg: db.QueueConfigureParams{LeaseTime: 1, ID: 7}, buffers: 60},
 		"QueueDelete":       {sql: db.QueueDelete, arg: db.QueueDeleteParams{ID: 7}, buffers: 60},
-		"QueuePendingCount": {sql: db.QueuePendingCount, arg: db.QueuePendingCountParams{QueueID: 7}, buffers: 60},
 		"ProjectGet":        {sql: db.ProjectGet, arg: db.ProjectGetParams{Name: "default"}, seq: []string{"projects"}},
 		"InstallationGet":   {sql: db.InstallationGet, seq: []string{"installation"}},
 	}

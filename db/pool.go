@@ -38,7 +38,8 @@ func NewPool(ctx context.Context, dsn string, size int32, statement time.Duratio
 	config.AfterConnect = func(ctx context.Context, conn *pgx.Conn) error {
 		// Without it pgx sends every UUID through its text form.
 		pgxuuid.Register(conn.TypeMap())
-		_, err := conn.Exec(ctx, "select set_config('statement_timeout', $1, false), set_config('idle_in_transaction_session_timeout', '60s', false)",
+		// Compiling the larger statements takes longer than they run.
+		_, err := conn.Exec(ctx, "select set_config('statement_timeout', $1, false), set_config('idle_in_transaction_session_timeout', '60s', false), set_config('jit', 'off', false)",
 			strconv.FormatInt(statement.Milliseconds(), 10))
 		return err
 	}

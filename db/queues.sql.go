@@ -326,22 +326,14 @@ func (q *Queries) QueueLock(ctx context.Context, arg QueueLockParams) (int32, er
 }
 
 const QueuePendingCount = `-- name: QueuePendingCount :one
-select coalesce(sum(p.next_offset - greatest(p.first_offset, coalesce(
-        (select min(c.committed) from ferrymq.groups g join ferrymq.cursors c on c.group_id = g.id
-         where g.queue_id = p.queue_id and g.deleted_at is null and g.kind = 0 and g.name <> '__QUEUE_MODE__' and c.partition_id = p.id),
-        (select min(c.committed) from ferrymq.groups g join ferrymq.cursors c on c.group_id = g.id
-         where g.queue_id = p.queue_id and g.deleted_at is null and g.kind = 0 and g.name = '__QUEUE_MODE__' and c.partition_id = p.id),
-        0))), 0)::bigint as pending
-from ferrymq.partitions p
-where p.queue_id = $1::int
+select coalesce(sum(b.pending), 0)::bigint as pending from ferrymq.backlog(array[$1::int], null) b
 `
 
 type QueuePendingCountParams struct {
 	QueueID int32
 }
 
-// The backlog that maxSize is held against: per partition, what the slowest named group has not finished,
-// without named groups what queue mode has not, without any group everything retained.
+// The backlog that maxSize is held against.
 func (q *Queries) QueuePendingCount(ctx context.Context, arg QueuePendingCountParams) (int64, error) {
 	row := q.db.QueryRow(ctx, QueuePendingCount, arg.QueueID)
 	var pending int64

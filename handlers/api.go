@@ -42,6 +42,8 @@ type API struct {
 	waiting  atomic.Pointer[string] // why not ready yet
 	draining atomic.Bool
 	switches switches
+	counted  atomic.Pointer[numbers]
+	counting chan struct{} // holds an element while somebody counts
 	routes   []route
 	queries  *db.Queries // outside of a transaction, on a connection that is waited for only so long
 }
@@ -119,7 +121,7 @@ func (a *API) table() []route {
 
 // Handler makes the API servable.
 func (a *API) Handler() http.Handler {
-	a.routes, a.queries = a.table(), db.New(db.Patient{Pool: a.Pool})
+	a.routes, a.queries, a.counting = a.table(), db.New(db.Patient{Pool: a.Pool}), make(chan struct{}, 1)
 	reason := "migrations pending"
 	a.waiting.Store(&reason)
 	return a

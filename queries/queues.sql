@@ -47,16 +47,8 @@ set deleted_at = clock_timestamp(), updated_at = clock_timestamp()
 where q.id = @id::int and q.deleted_at is null;
 
 -- name: QueuePendingCount :one
--- The backlog that maxSize is held against: per partition, what the slowest named group has not finished,
--- without named groups what queue mode has not, without any group everything retained.
-select coalesce(sum(p.next_offset - greatest(p.first_offset, coalesce(
-        (select min(c.committed) from ferrymq.groups g join ferrymq.cursors c on c.group_id = g.id
-         where g.queue_id = p.queue_id and g.deleted_at is null and g.kind = 0 and g.name <> '__QUEUE_MODE__' and c.partition_id = p.id),
-        (select min(c.committed) from ferrymq.groups g join ferrymq.cursors c on c.group_id = g.id
-         where g.queue_id = p.queue_id and g.deleted_at is null and g.kind = 0 and g.name = '__QUEUE_MODE__' and c.partition_id = p.id),
-        0))), 0)::bigint as pending
-from ferrymq.partitions p
-where p.queue_id = @queue_id::int;
+-- The backlog that maxSize is held against.
+select coalesce(sum(b.pending), 0)::bigint as pending from ferrymq.backlog(array[@queue_id::int], null) b;
 
 -- name: ProjectGet :one
 select p.id from ferrymq.projects p where p.name = @name::text;
