@@ -414,7 +414,11 @@ cross join lateral (
     select y.id, y.queue_id, y.first_offset from ferrymq.partitions y where y.queue_id = x.id and y.next_offset > y.first_offset offset 0
 ) p
 cross join lateral (
-    select g.keys, g.frames from ferrymq.segments g where g.partition_id = p.id and g.base_offset + g.count > p.first_offset offset 0
+    select g.keys, g.frames from ferrymq.segments g
+    where g.partition_id = p.id and g.base_offset + g.count > p.first_offset
+      and g.base_offset >= coalesce((select b.base_offset from ferrymq.segments b where b.partition_id = p.id and b.base_offset <= p.first_offset
+                                     order by b.base_offset desc limit 1), 0)
+    offset 0
 ) s
 group by p.queue_id
 `

@@ -240,7 +240,7 @@ func TestNumbersOfManyPartitions(t *testing.T) {
 		t.Skip("builds a large data set")
 	}
 	w := newWorld(t, 2)
-	check(t, pgx.BeginFunc(w.ctx(), w.pool, func(tx pgx.Tx) error { fill(t, tx, 100_000, 1, 1000, 100); return nil }))
+	check(t, pgx.BeginFunc(w.ctx(), w.pool, func(tx pgx.Tx) error { fill(t, tx, 100_000, 2, 1000, 100); return nil }))
 	w.exec("analyze ferrymq.partitions, ferrymq.segments, ferrymq.cursors, ferrymq.queues, ferrymq.groups, ferrymq.dead_letters")
 	ids := one[[]int32](w, "select array_agg(id) from ferrymq.queues")
 	pool := must[*pgxpool.Pool](t)(db.NewPool(w.ctx(), w.dsn, 1, time.Minute)) // as a broker has it
