@@ -172,7 +172,7 @@ func (w *walk) meet(ctx context.Context) error {
 	step := min(max(2*w.want/int64(len(rows)), 2), maxStep)
 	var fresh []*lane
 	for _, r := range rows {
-		fresh = append(fresh, &lane{id: r.ID, step: step, parts: []stretch{{r.FirstOffset, r.EndOffset}}})
+		fresh = append(fresh, &lane{id: r.ID, step: step, parts: []stretch{{r.FirstOffset, max(r.FirstOffset, r.EndOffset)}}}) // the end may lie in what is removed
 	}
 	if w.status != "" {
 		if err := w.stand(ctx, fresh); err != nil {
