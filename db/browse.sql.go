@@ -769,20 +769,25 @@ func (q *Queries) DeadLetterFind(ctx context.Context, arg DeadLetterFindParams) 
 }
 
 const DeadLetterGroups = `-- name: DeadLetterGroups :many
-select g.id from ferrymq.groups g
-join ferrymq.queues q on q.id = g.queue_id and q.deleted_at is null and q.project_id = $1::int
-where g.kind = 0 and g.name = $2::text and ($3::int is null or g.queue_id = $3::int)
+select g.id
+from (
+    select l.id, l.queue_id, l.kind from ferrymq.groups l where l.name = $1::text and l.deleted_at is null
+    union all
+    select d.id, d.queue_id, d.kind from ferrymq.groups d where d.name = $1::text and d.deleted_at is not null
+) g
+join ferrymq.queues q on q.id = g.queue_id and q.deleted_at is null and q.project_id = $2::int
+where g.kind = 0 and ($3::int is null or g.queue_id = $3::int)
 `
 
 type DeadLetterGroupsParams struct {
-	ProjectID int32
 	Name      string
+	ProjectID int32
 	QueueID   *int32
 }
 
-// Groups by name, deleted ones too: dead letters outlive their group.
+// Groups by name, deleted ones too: dead letters outlive their group. Two arms, each with an index.
 func (q *Queries) DeadLetterGroups(ctx context.Context, arg DeadLetterGroupsParams) ([]int32, error) {
-	rows, err := q.db.Query(ctx, DeadLetterGroups, arg.ProjectID, arg.Name, arg.QueueID)
+	rows, err := q.db.Query(ctx, DeadLetterGroups, arg.Name, arg.ProjectID, arg.QueueID)
 	if err != nil {
 		return nil, err
 	}

@@ -44,7 +44,7 @@ func messageStatements(w *world) map[string]statement {
 
 		"DeadLetterFind":       {sql: db.DeadLetterFind, arg: db.DeadLetterFindParams{PartitionID: 77, TransactionID: "t"}, buffers: 60, index: []string{"dead_letters_transaction"}},
 		"DeadLetterAt":         {sql: db.DeadLetterAt, arg: db.DeadLetterAtParams{PartitionID: 77}, buffers: 60, index: []string{"dead_letters_offset"}},
-		"DeadLetterGroups":     {sql: db.DeadLetterGroups, arg: db.DeadLetterGroupsParams{ProjectID: 1, Name: "g2", QueueID: &gid}, buffers: 60, index: []string{"groups_name_ever"}},
+		"DeadLetterGroups":     {sql: db.DeadLetterGroups, arg: db.DeadLetterGroupsParams{ProjectID: 1, Name: "g2", QueueID: &gid}, buffers: 60, index: []string{"groups_by_name", "groups_deleted"}},
 		"DeadLetterPartitions": {sql: db.DeadLetterPartitions, arg: db.DeadLetterPartitionsParams{QueueIds: queues, Name: "p700"}, buffers: 900},
 		"DeadLetterList": {sql: db.DeadLetterList, arg: db.DeadLetterListParams{Bytes: 1 << 20, ProjectID: 1, Every: true, FromTime: epoch, ToTime: far, BeforeTime: far, BeforeID: uuid.Max,
 			Reach: 100, Max: 100}, buffers: 2500, index: []string{"dead_letters_failed_at", "dead_letters_queue", "dead_letters_group", "dead_letters_address", "dead_letters_pkey"}},

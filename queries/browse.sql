@@ -162,10 +162,15 @@ order by d.failed_at desc
 limit 1;
 
 -- name: DeadLetterGroups :many
--- Groups by name, deleted ones too: dead letters outlive their group.
-select g.id from ferrymq.groups g
+-- Groups by name, deleted ones too: dead letters outlive their group. Two arms, each with an index.
+select g.id
+from (
+    select l.id, l.queue_id, l.kind from ferrymq.groups l where l.name = @name::text and l.deleted_at is null
+    union all
+    select d.id, d.queue_id, d.kind from ferrymq.groups d where d.name = @name::text and d.deleted_at is not null
+) g
 join ferrymq.queues q on q.id = g.queue_id and q.deleted_at is null and q.project_id = @project_id::int
-where g.kind = 0 and g.name = @name::text and (sqlc.narg('queue_id')::int is null or g.queue_id = sqlc.narg('queue_id')::int);
+where g.kind = 0 and (sqlc.narg('queue_id')::int is null or g.queue_id = sqlc.narg('queue_id')::int);
 
 -- name: DeadLetterPartitions :many
 select p.id

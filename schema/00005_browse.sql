@@ -4,8 +4,8 @@ create index dead_letters_failed_at on ferrymq.dead_letters (failed_at, id);
 create index dead_letters_group on ferrymq.dead_letters (group_id, failed_at);
 create index dead_letters_transaction on ferrymq.dead_letters (partition_id, transaction_id, failed_at);
 create index dead_letters_offset on ferrymq.dead_letters (partition_id, message_offset, failed_at);
--- Deleted ones too: their dead letters keep the name.
-create index groups_name_ever on ferrymq.groups (name, queue_id);
+-- Deleted groups: their dead letters keep the name.
+create index groups_deleted on ferrymq.groups (name) where deleted_at is not null;
 
 -- What consumers report about messages, which need not exist. data is kept as it was sent, to the byte.
 -- The names of queue and partition are those at that moment: a trace outlives both.
@@ -58,7 +58,7 @@ $$;
 drop function ferrymq.latest_trace_names;
 drop table ferrymq.trace_names;
 drop table ferrymq.traces;
-drop index ferrymq.groups_name_ever;
+drop index ferrymq.groups_deleted;
 drop index ferrymq.dead_letters_offset;
 drop index ferrymq.dead_letters_transaction;
 drop index ferrymq.dead_letters_group;
