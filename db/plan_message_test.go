@@ -57,7 +57,8 @@ func messageStatements(w *world) map[string]statement {
 			Data: []byte("1"), Names: []string{"a", "b"}}, buffers: 100},
 		"TraceOfMessage":   {sql: db.TraceOfMessage, arg: db.TraceOfMessageParams{PartitionID: public, TransactionID: "t", AfterTime: epoch, Max: 100, Bytes: 1 << 20}, buffers: 60, index: []string{"traces_address"}},
 		"TraceByName":      {sql: db.TraceByName, arg: db.TraceByNameParams{Name: "n7", AfterTime: epoch, Max: 100, Bytes: 1 << 20}, buffers: 100, index: []string{"trace_names_pkey", "traces_pkey"}},
-		"TraceNames":       {sql: db.TraceNames, arg: db.TraceNamesParams{Skip: 10, Max: 50}, buffers: 900, seq: []string{"trace_names"}},
+		"TraceUses":        {sql: db.TraceUses, arg: db.TraceUsesParams{BeforeTime: now, BeforeName: "x", Max: 100}, buffers: 100, index: []string{"trace_names_created_at"}},
+		"TraceCounts":      {sql: db.TraceCounts, arg: db.TraceCountsParams{Names: []string{"n1", "n2", "n3"}}, buffers: 100, index: []string{"trace_names_pkey"}},
 		"TracesExpire":     {sql: db.TracesExpire, arg: db.TracesExpireParams{Max: 100}, buffers: 400, index: []string{"traces_created_at"}},
 		"TraceNamesExpire": {sql: db.TraceNamesExpire, arg: db.TraceNamesExpireParams{Max: 100}, buffers: 400, index: []string{"trace_names_created_at"}},
 	}

@@ -90,6 +90,46 @@ func (q *Queries) TraceByName(ctx context.Context, arg TraceByNameParams) ([]Tra
 	return items, nil
 }
 
+const TraceCounts = `-- name: TraceCounts :many
+select t.name::text as name, c.traces::bigint as trace_count, c.messages::bigint as message_count
+from unnest($1::text[]) with ordinality as t (name, n)
+cross join lateral (
+    select count(*) as traces, count(distinct (n.partition_id, n.transaction_id)) as messages from ferrymq.trace_names n where n.name = t.name::text
+) c
+order by t.n
+`
+
+type TraceCountsParams struct {
+	Names []string
+}
+
+type TraceCountsRow struct {
+	Name         string
+	TraceCount   int64
+	MessageCount int64
+}
+
+// Of each name, in the order given.
+func (q *Queries) TraceCounts(ctx context.Context, arg TraceCountsParams) ([]TraceCountsRow, error) {
+	rows, err := q.db.Query(ctx, TraceCounts, arg.Names)
+	if err != nil {
+		return nil, err
+	}
+	defer rows.Close()
+	var items []TraceCountsRow
+	for rows.Next() {
+		var i TraceCountsRow
+		if err := rows.Scan(&i.Name, &i.TraceCount, &i.MessageCount); err != nil {
+			return nil, err
+		}
+		items = append(items, i)
+	}
+	if err := rows.Err(); err != nil {
+		return nil, err
+	}
+	return items, nil
+}
+
 const TraceCreate = `-- name: TraceCreate :exec
 with place as materialized (
     select q.name as queue_name, p.name as partition_name
@@ -130,52 +170,6 @@ func (q *Queries) TraceCreate(ctx context.Context, arg TraceCreateParams) error 
 		arg.Names,
 	)
 	return err
-}
-
-const TraceNames = `-- name: TraceNames :many
-select p.name::text as name, c.traces::bigint as trace_count, c.messages::bigint as message_count, p.last_seen::timestamptz as last_seen
-from ferrymq.latest_trace_names($1::bigint, $2::bigint) p
-cross join lateral (
-    select count(*) as traces, count(distinct (n.partition_id, n.transaction_id)) as messages from ferrymq.trace_names n where n.name = p.name::text
-) c
-order by p.n::bigint
-`
-
-type TraceNamesParams struct {
-	Skip int64
-	Max  int64
-}
-
-type TraceNamesRow struct {
-	Name         string
-	TraceCount   int64
-	MessageCount int64
-	LastSeen     time.Time
-}
-
-func (q *Queries) TraceNames(ctx context.Context, arg TraceNamesParams) ([]TraceNamesRow, error) {
-	rows, err := q.db.Query(ctx, TraceNames, arg.Skip, arg.Max)
-	if err != nil {
-		return nil, err
-	}
-	defer rows.Close()
-	var items []TraceNamesRow
-	for rows.Next() {
-		var i TraceNamesRow
-		if err := rows.Scan(
-			&i.Name,
-			&i.TraceCount,
-			&i.MessageCount,
-			&i.LastSeen,
-		); err != nil {
-			return nil, err
-		}
-		items = append(items, i)
-	}
-	if err := rows.Err(); err != nil {
-		return nil, err
-	}
-	return items, nil
 }
 
 const TraceNamesExpire = `-- name: TraceNamesExpire :execrows
@@ -260,6 +254,45 @@ func (q *Queries) TraceOfMessage(ctx context.Context, arg TraceOfMessageParams) 
 			&i.CreatedAt,
 			&i.Names,
 		); err != nil {
+			return nil, err
+		}
+		items = append(items, i)
+	}
+	if err := rows.Err(); err != nil {
+		return nil, err
+	}
+	return items, nil
+}
+
+const TraceUses = `-- name: TraceUses :many
+select n.name, n.created_at from ferrymq.trace_names n
+where (n.created_at, n.name) < ($1::timestamptz, $2::text)
+order by n.created_at desc, n.name desc
+limit $3::bigint
+`
+
+type TraceUsesParams struct {
+	BeforeTime time.Time
+	BeforeName string
+	Max        int64
+}
+
+type TraceUsesRow struct {
+	Name      string
+	CreatedAt time.Time
+}
+
+// Uses of names before (before_time, before_name), the last one first.
+func (q *Queries) TraceUses(ctx context.Context, arg TraceUsesParams) ([]TraceUsesRow, error) {
+	rows, err := q.db.Query(ctx, TraceUses, arg.BeforeTime, arg.BeforeName, arg.Max)
+	if err != nil {
+		return nil, err
+	}
+	defer rows.Close()
+	var items []TraceUsesRow
+	for rows.Next() {
+		var i TraceUsesRow
+		if err := rows.Scan(&i.Name, &i.CreatedAt); err != nil {
 			return nil, err
 		}
 		items = append(items, i)

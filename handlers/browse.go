@@ -39,6 +39,7 @@ type walk struct {
 	bound  time.Time // nothing in a partition not met yet is newer
 	after  int64
 	chunk  int64
+	end    time.Time
 	all    bool                // no partition is left to meet
 	places map[int64]*standing // partitions of which it is known where the groups stand
 	dead   map[deadKey]bool    // dead-lettered offsets of what has been read
@@ -88,15 +89,20 @@ func (l *lane) compare(o *lane) int {
 }
 
 const (
-	firstChunk = 200    // partitions met at first
-	lastChunk  = 10_000 // and at most at a time
-	maxStep    = 1000   // segments of one partition read at a time
+	firstChunk = 200              // partitions met at first
+	lastChunk  = 10_000           // and at most at a time
+	maxStep    = 1000             // segments of one partition read at a time
+	maxAhead   = 200_000          // and of all, beyond a few each
+	maxWalk    = 20 * time.Second // a snapshot that is held for long slows everybody's updates
 )
+
+// errTooDeep: an offset so deep, or a state so rare, that it cannot be found in time.
+var errTooDeep = failed("query failed")
 
 // page returns the runs of messages [offset, offset + limit) of the order, newest first.
 func (w *walk) page(ctx context.Context, offset, limit int64) (page []run, err error) {
 	w.want, w.bound, w.chunk = offset+limit, w.to, firstChunk
-	w.places, w.dead = map[int64]*standing{}, map[deadKey]bool{}
+	w.places, w.dead, w.end = map[int64]*standing{}, map[deadKey]bool{}, time.Now().Add(maxWalk)
 	for limit > 0 {
 		for !w.all && (len(w.lanes) == 0 || !w.lanes[0].runs[0].createdAt.After(w.bound)) {
 			if err := w.meet(ctx); err != nil {
@@ -219,6 +225,9 @@ func (w *walk) read(ctx context.Context, lanes []*lane) error {
 		if len(open) == 0 {
 			return nil
 		}
+		if time.Now().After(w.end) {
+			return errTooDeep
+		}
 		var got []run // in the order of open, newest first
 		var of []int
 		if w.status == statusDead {
@@ -265,7 +274,7 @@ func (w *walk) read(ctx context.Context, lanes []*lane) error {
 			if len(l.parts) > 0 && counts[i] < l.step {
 				l.parts = l.parts[1:]
 			}
-			l.step = min(l.step*4, maxStep)
+			l.step = min(l.step*4, maxStep, max(maxAhead/int64(len(w.lanes)+len(lanes)), 2))
 		}
 		if w.status != "" && w.status != statusDead {
 			if err := w.withoutDead(ctx, open); err != nil {

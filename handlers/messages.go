@@ -287,39 +287,39 @@ func (a *API) getMessage(w http.ResponseWriter, r *request) error {
 	if !ok {
 		return notFound("Message not found")
 	}
-	var m *found
-	at := &standing{}
-	var mode []byte
-	err := pgx.BeginTxFunc(r.Context(), db.Patient{Pool: a.Pool}, db.Snapshot, func(tx pgx.Tx) error {
-		q := a.queries.WithTx(tx)
-		row, err := q.BrowsePartition(r.Context(), db.BrowsePartitionParams{ProjectID: r.engine.Project, PublicID: id})
-		if err != nil {
-			return err
-		}
-		if m, err = findStored(r, q, row, transaction); err == nil && m == nil {
-			m, err = findDead(r, q, row, transaction)
-		}
-		if err != nil {
-			return err
-		}
-		cursors, err := q.BrowseCursors(r.Context(), db.BrowseCursorsParams{PartitionIds: []int64{row.ID}})
-		for _, c := range cursors {
-			at.add(c)
-		}
-		if err != nil {
-			return err
-		}
-		groups, err := q.BrowseGroups(r.Context(), db.BrowseGroupsParams{QueueIds: []int32{row.QueueID}})
-		mode = appendMode(nil, groups)
-		return err
-	})
-	switch {
-	case errors.Is(err, pgx.ErrNoRows):
+	m, at, mode, err := a.find(r, id, transaction)
+	if errors.Is(err, pgx.ErrNoRows) {
 		return notFound("Message not found")
-	case err != nil:
+	}
+	if err != nil {
 		return a.databaseError(r, err, "query failed")
 	}
 	return a.write(w, http.StatusOK, appendFound(m, id, transaction, at, mode))
+}
+
+// find reads one message. It may have to look through a whole partition, so it does not hold a snapshot.
+func (a *API) find(r *request, id uuid.UUID, transaction string) (m *found, at *standing, mode []byte, err error) {
+	q := a.queries
+	row, err := q.BrowsePartition(r.Context(), db.BrowsePartitionParams{ProjectID: r.engine.Project, PublicID: id})
+	if err != nil {
+		return nil, nil, nil, err
+	}
+	if m, err = findStored(r, q, row, transaction); err == nil && m == nil {
+		m, err = findDead(r, q, row, transaction)
+	}
+	if err != nil {
+		return nil, nil, nil, err
+	}
+	at = &standing{}
+	cursors, err := q.BrowseCursors(r.Context(), db.BrowseCursorsParams{PartitionIds: []int64{row.ID}})
+	for _, c := range cursors {
+		at.add(c)
+	}
+	if err != nil {
+		return nil, nil, nil, err
+	}
+	groups, err := q.BrowseGroups(r.Context(), db.BrowseGroupsParams{QueueIds: []int32{row.QueueID}})
+	return m, at, appendMode(nil, groups), err
 }
 
 // findStored looks for the newest retained message with a transaction id, from the tail back; nil if there is none.

@@ -216,13 +216,44 @@ func (a *API) tracesByName(w http.ResponseWriter, r *request) error {
 	return s.end(err)
 }
 
+// lastNames are a page of the names of traces, the last used first, and when that was. It walks back from the last use until
+// it has met enough names.
+func (a *API) lastNames(r *request, offset, limit int64) (names []string, last []time.Time, err error) {
+	met := map[string]bool{}
+	p := db.TraceUsesParams{BeforeTime: distant, Max: traceChunk}
+	for {
+		rows, err := a.queries.TraceUses(r.Context(), p)
+		if err != nil {
+			return nil, nil, err
+		}
+		for _, n := range rows {
+			if p.BeforeTime, p.BeforeName = n.CreatedAt, n.Name; met[n.Name] {
+				continue
+			}
+			if met[n.Name] = true; int64(len(met)) > offset {
+				names, last = append(names, n.Name), append(last, n.CreatedAt)
+			}
+			if int64(len(names)) == limit {
+				return names, last, nil
+			}
+		}
+		if int64(len(rows)) < p.Max {
+			return names, last, nil
+		}
+	}
+}
+
 func (a *API) traceNames(w http.ResponseWriter, r *request) error {
 	q := &params{values: r.URL.Query()}
 	limit, offset := q.page(50)
 	if q.err != nil {
 		return q.err
 	}
-	rows, err := a.queries.TraceNames(r.Context(), db.TraceNamesParams{Skip: offset, Max: limit})
+	names, last, err := a.lastNames(r, offset, limit)
+	if err != nil {
+		return a.databaseError(r, err, "query failed")
+	}
+	rows, err := a.queries.TraceCounts(r.Context(), db.TraceCountsParams{Names: names})
 	if err != nil {
 		return a.databaseError(r, err, "query failed")
 	}
@@ -241,8 +272,8 @@ func (a *API) traceNames(w http.ResponseWriter, r *request) error {
 		Total      int        `json:"total"`
 		Pagination pagination `json:"pagination"`
 	}
-	for _, n := range rows {
-		page.Names = append(page.Names, named{n.Name, n.TraceCount, n.MessageCount, instant(time.Time(n.LastSeen))})
+	for i, n := range rows {
+		page.Names = append(page.Names, named{n.Name, n.TraceCount, n.MessageCount, instant(last[i])})
 	}
 	page.Total, page.Pagination = len(rows), pagination{limit, offset}
 	return a.reply(w, http.StatusOK, &page)

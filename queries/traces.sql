@@ -48,13 +48,21 @@ from (
 where x.before <= @bytes::bigint
 order by x.created_at, x.id;
 
--- name: TraceNames :many
-select p.name::text as name, c.traces::bigint as trace_count, c.messages::bigint as message_count, p.last_seen::timestamptz as last_seen
-from ferrymq.latest_trace_names(@skip::bigint, @max::bigint) p
+-- name: TraceUses :many
+-- Uses of names before (before_time, before_name), the last one first.
+select n.name, n.created_at from ferrymq.trace_names n
+where (n.created_at, n.name) < (@before_time::timestamptz, @before_name::text)
+order by n.created_at desc, n.name desc
+limit @max::bigint;
+
+-- name: TraceCounts :many
+-- Of each name, in the order given.
+select t.name::text as name, c.traces::bigint as trace_count, c.messages::bigint as message_count
+from unnest(@names::text[]) with ordinality as t (name, n)
 cross join lateral (
-    select count(*) as traces, count(distinct (n.partition_id, n.transaction_id)) as messages from ferrymq.trace_names n where n.name = p.name::text
+    select count(*) as traces, count(distinct (n.partition_id, n.transaction_id)) as messages from ferrymq.trace_names n where n.name = t.name::text
 ) c
-order by p.n::bigint;
+order by t.n;
 
 -- name: TracesExpire :execrows
 -- Traces are kept for a week.

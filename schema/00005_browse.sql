@@ -32,30 +32,9 @@ create table ferrymq.trace_names (
     transaction_id text collate "C" not null,
     primary key (name, created_at, trace_id)
 );
-create index trace_names_created_at on ferrymq.trace_names (created_at desc, name);
-
--- +goose StatementBegin
--- Names by when they were last used, latest first: a walk from the newest use that passes over the names it has met.
-create function ferrymq.latest_trace_names(skip bigint, most bigint) returns table (n bigint, name text, last_seen timestamptz) language sql stable as $$
-    with recursive met (name, created_at, seen) as (
-        (select t.name, t.created_at, array[t.name] from ferrymq.trace_names t order by t.created_at desc, t.name limit 1)
-        union all
-        select x.name, x.created_at, m.seen || x.name
-        from met m
-        cross join lateral (
-            select t.name, t.created_at from ferrymq.trace_names t
-            where t.created_at <= m.created_at and t.name <> all(m.seen)
-            order by t.created_at desc, t.name
-            limit 1
-        ) x
-        where cardinality(m.seen) < skip + most
-    )
-    select cardinality(m.seen)::bigint, m.name, m.created_at from met m where cardinality(m.seen) > skip
-$$;
--- +goose StatementEnd
+create index trace_names_created_at on ferrymq.trace_names (created_at, name);
 
 -- +goose Down
-drop function ferrymq.latest_trace_names;
 drop table ferrymq.trace_names;
 drop table ferrymq.traces;
 drop index ferrymq.groups_deleted;
