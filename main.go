@@ -24,6 +24,7 @@ import (
 	"ferrymq/handlers"
 	"ferrymq/localpg"
 	"ferrymq/maintain"
+	"ferrymq/metrics"
 	"ferrymq/schema"
 	"ferrymq/segment"
 	"ferrymq/wake"
@@ -109,8 +110,10 @@ func run(ctx context.Context) error {
 	defer pool.Close()
 	defer flights.Close()
 
+	counts := metrics.New(handlers.Version)
+	counts.Pools, counts.Log, counts.Name = []*pgxpool.Pool{pool, flights}, log, brokerName()
 	api := &handlers.API{Log: log, Pool: pool, MaxBody: config.MaxBodyBytes, Auth: config.auth, DefaultTimeout: milliseconds(config.DefaultTimeout),
-		DefaultStart: config.start, HasKey: config.keys != nil}
+		DefaultStart: config.start, HasKey: config.keys != nil, Metrics: counts}
 	server := &http.Server{Handler: api.Handler(), ReadHeaderTimeout: 10 * time.Second, ReadTimeout: 5 * time.Minute, IdleTimeout: idleTimeout,
 		MaxHeaderBytes: 128 << 10, ErrorLog: slog.NewLogLogger(log.Handler(), slog.LevelDebug)}
 	served := make(chan error, 1)
@@ -276,6 +279,13 @@ type broker struct {
 	engine     *groupcommit.Engine
 	bus        *wake.Bus
 	maintainer *maintain.Maintainer
+	metrics    *metrics.Metrics
+}
+
+// brokerName is what people know this process by.
+func brokerName() string {
+	host, _ := os.Hostname()
+	return fmt.Sprintf("%s:%d", host, os.Getpid())
 }
 
 func start(ctx context.Context, c *Config, log *slog.Logger, pool, flights *pgxpool.Pool, dsn string, api *handlers.API) (*broker, error) {
@@ -305,15 +315,19 @@ func start(ctx context.Context, c *Config, log *slog.Logger, pool, flights *pgxp
 		StatementTimeout: milliseconds(c.StatementTimeoutMS),
 		Recheck: groupcommit.Recheck{Initial: milliseconds(c.PopWaitInitialIntervalMS), Threshold: c.PopWaitBackoffThreshold,
 			Multiplier: c.PopWaitBackoffMultiplier, Max: milliseconds(c.PopWaitMaxIntervalMS)},
+		Metrics:  api.Metrics,
 		Announce: func(h []groupcommit.Hint) { bus.Announce(h) },
 		Alone:    func() bool { return bus.Alone() },
 	})
 	bus = wake.Open(wake.Options{Conn: conn, Log: log, OnHint: b.engine.Hint, OnQueue: b.engine.QueueChanged, OnLost: b.engine.LookAll})
 	b.bus = bus
-	host, _ := os.Hostname()
-	b.maintainer = &maintain.Maintainer{Pool: pool, Log: log, Engine: b.engine, Bus: bus, Name: fmt.Sprintf("%s:%d", host, os.Getpid()),
+	b.metrics = api.Metrics
+	b.metrics.Project, b.metrics.Parked = project, b.engine.ParkedPops
+	b.metrics.Start()
+	b.maintainer = &maintain.Maintainer{Pool: pool, Log: log, Engine: b.engine, Bus: bus, Name: b.metrics.Name,
 		Switches:          func(s db.SystemGetRow) { api.SetMaintenance(b.engine, s) },
-		RetentionInterval: milliseconds(c.RetentionInterval), RetentionBatch: int64(c.RetentionBatchSize), CleanupDays: int32(c.PartitionCleanupDays)}
+		RetentionInterval: milliseconds(c.RetentionInterval), RetentionBatch: int64(c.RetentionBatchSize), CleanupDays: int32(c.PartitionCleanupDays),
+		OnRemoved: b.removed}
 	api.SetMaintenance(b.engine, switches)
 	b.maintainer.Start()
 	api.Changed = func(id int32) {
@@ -325,8 +339,17 @@ func start(ctx context.Context, c *Config, log *slog.Logger, pool, flights *pgxp
 	return b, nil
 }
 
+// removed counts what retention has removed.
+func (b *broker) removed(r maintain.Removed) {
+	b.metrics.Add(r.Queue, metrics.RetentionMessages, r.Retention)
+	b.metrics.Add(r.Queue, metrics.CompletedRetentionMessages, r.CompletedRetention)
+	b.metrics.Add(r.Queue, metrics.EvictionMessages, r.Eviction)
+	b.metrics.Add(r.Queue, metrics.RetentionEvents, 1)
+}
+
 func (b *broker) close() {
 	b.engine.Close()
+	b.metrics.Close()
 	b.maintainer.Close()
 	b.bus.Close()
 }

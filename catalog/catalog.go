@@ -108,6 +108,8 @@ type pair struct {
 
 // Catalog is safe for concurrent use.
 type Catalog struct {
+	OnPartition func(queue int32) // called when a pop has made a partition; set before use, may be nil
+
 	pool    *pgxpool.Pool
 	q       *db.Queries
 	project int32

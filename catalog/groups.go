@@ -277,7 +277,7 @@ func (c *Catalog) createUnregistered(ctx context.Context, queue int32, group str
 
 // createPartition makes an empty partition with the cursors of the registered groups.
 func (c *Catalog) createPartition(ctx context.Context, queue *Queue, p *Partition) error {
-	public := uuid.New()
+	public, created := uuid.New(), false
 	err := pgx.BeginFunc(ctx, db.Patient{Pool: c.pool}, func(tx pgx.Tx) error {
 		q := c.q.WithTx(tx)
 		made, err := q.CreatePartitions(ctx, db.CreatePartitionsParams{PublicIds: []uuid.UUID{public}, QueueIds: []int32{queue.ID}, Names: []string{p.Name}, Totals: []int64{0},
@@ -285,13 +285,16 @@ func (c *Catalog) createPartition(ctx context.Context, queue *Queue, p *Partitio
 		if err != nil {
 			return err
 		}
-		if len(made) == 0 {
+		if created = len(made) > 0; !created {
 			return nil
 		}
 		return q.CreateCursors(ctx, db.CreateCursorsParams{PublicIds: []uuid.UUID{public}})
 	})
 	if err != nil {
 		return err
+	}
+	if created && c.OnPartition != nil {
+		c.OnPartition(queue.ID)
 	}
 	return c.Resolve(ctx, p)
 }

@@ -60,7 +60,7 @@
 // # Checked on every answer
 //
 // A 204 has no body, no Content-Length and no Content-Type. Everything else
-// is valid JSON of type application/json. A 405 has Allow, a 401 WWW-Authenticate. A 503 has Retry-After,
+// is valid JSON of type application/json, or metrics in the Prometheus text format. A 405 has Allow, a 401 WWW-Authenticate. A 503 has Retry-After,
 // except from probes. No error names SQL, source files or other products.
 package contract
 

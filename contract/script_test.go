@@ -22,6 +22,8 @@ import (
 
 	"github.com/golang-jwt/jwt/v5"
 	"github.com/jackc/pgx/v5/pgconn"
+	"github.com/prometheus/common/expfmt"
+	"github.com/prometheus/common/model"
 
 	"ferrymq/dbtest"
 )
@@ -595,7 +597,13 @@ func always(c *call) error {
 		}
 		return nil
 	}
-	if ct := h.Get("Content-Type"); ct != "application/json" {
+	if ct := h.Get("Content-Type"); code == 200 && strings.HasPrefix(ct, "text/plain; version=0.0.4") {
+		parser := expfmt.NewTextParser(model.UTF8Validation)
+		if _, err := parser.TextToMetricFamilies(strings.NewReader(c.body + "\n")); err != nil {
+			return fmt.Errorf("no metrics: %w", err)
+		}
+		return nil
+	} else if ct != "application/json" {
 		return fmt.Errorf("Content-Type %q", ct)
 	}
 	if strings.HasPrefix(c.label, "HEAD ") {

@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"io"
 	"strconv"
+	"sync/atomic"
 	"time"
 
 	"github.com/jackc/pgx/v5"
@@ -35,6 +36,7 @@ func NewPool(ctx context.Context, dsn string, size int32, statement time.Duratio
 		config.ConnConfig.ConnectTimeout = 5 * time.Second
 	}
 	SessionSettings(config.ConnConfig)
+	config.ConnConfig.Tracer = &acquires{}
 	config.AfterConnect = func(ctx context.Context, conn *pgx.Conn) error {
 		// Without it pgx sends every UUID through its text form.
 		pgxuuid.Register(conn.TypeMap())
@@ -44,6 +46,29 @@ func NewPool(ctx context.Context, dsn string, size int32, statement time.Duratio
 		return err
 	}
 	return pgxpool.NewWithConfig(ctx, config)
+}
+
+// acquires counts who waits for a connection of a pool. pgx takes it as a tracer of queries, which it does not look at.
+type acquires struct{ waiting atomic.Int64 }
+
+func (a *acquires) TraceAcquireStart(ctx context.Context, _ *pgxpool.Pool, _ pgxpool.TraceAcquireStartData) context.Context {
+	a.waiting.Add(1)
+	return ctx
+}
+func (a *acquires) TraceAcquireEnd(context.Context, *pgxpool.Pool, pgxpool.TraceAcquireEndData) {
+	a.waiting.Add(-1)
+}
+func (a *acquires) TraceQueryStart(ctx context.Context, _ *pgx.Conn, _ pgx.TraceQueryStartData) context.Context {
+	return ctx
+}
+func (a *acquires) TraceQueryEnd(context.Context, *pgx.Conn, pgx.TraceQueryEndData) {}
+
+// Waiting is how many wait for a connection of the pool at the moment.
+func Waiting(p *pgxpool.Pool) int64 {
+	if a, ok := p.Config().ConnConfig.Tracer.(*acquires); ok {
+		return a.waiting.Load()
+	}
+	return 0
 }
 
 // SessionSettings are what every connection of a broker needs, pooled or not.

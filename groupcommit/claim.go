@@ -59,6 +59,9 @@ type claim struct {
 
 	looked atomic.Bool // it was on a flush that succeeded
 
+	parkedAt time.Time // zero: it is not parked
+	parked   atomic.Int64
+
 	mu       sync.Mutex
 	finished bool
 	left     bool // the caller has gone
@@ -74,12 +77,21 @@ func (c *claim) finish(e *Engine, spans []*Span, err error) {
 		c.mu.Unlock()
 		return
 	}
+	c.unpark(time.Now())
 	c.finished, c.spans, c.err = true, spans, err
 	left := c.left
 	c.mu.Unlock()
 	close(c.done)
 	if left {
 		e.giveBack(c, spans, nil)
+	}
+}
+
+// unpark ends the time that a claim is parked.
+func (c *claim) unpark(now time.Time) {
+	if !c.parkedAt.IsZero() {
+		c.parked.Add(int64(max(now.Sub(c.parkedAt), 0)))
+		c.parkedAt = time.Time{}
 	}
 }
 
@@ -164,6 +176,7 @@ func (e *Engine) lists(claims []*claim, now time.Time) ([]*list, db.ClaimPartiti
 	byKey := make(map[key]*list)
 	var narrow, wide []*list
 	for _, c := range claims {
+		c.unpark(now)
 		k := key{group: c.group.ID}
 		if c.partition != nil {
 			k.partition = c.partition.ID

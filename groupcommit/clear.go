@@ -8,6 +8,7 @@ import (
 
 	"ferrymq/catalog"
 	"ferrymq/db"
+	"ferrymq/metrics"
 )
 
 // clearChunk is how many partitions are cleared in one transaction.
@@ -66,4 +67,5 @@ func (e *Engine) Removed(r db.CleanupRow) {
 	e.Catalog.Removed(r.QueueID, r.Name, r.ID, r.PublicID)
 	e.dedup.Forget(r.ID)
 	e.park.removed(r.QueueID, r.ID)
+	e.Metrics.Add(r.QueueID, metrics.PartitionsDeleted, 1)
 }

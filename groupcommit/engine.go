@@ -30,6 +30,7 @@ import (
 	"ferrymq/catalog"
 	"ferrymq/db"
 	"ferrymq/dedup"
+	"ferrymq/metrics"
 	"ferrymq/segment"
 	"ferrymq/wake"
 )
@@ -80,6 +81,8 @@ type Options struct {
 	// Alone says whether no other broker is known to be alive: then pushes need not lock their partitions in order first,
 	// since within a broker no two flushes share one. Being wrong costs a deadlock, which is retried. May be nil.
 	Alone func() bool
+	// Metrics counts what is stored, settled and committed. May be nil.
+	Metrics *metrics.Metrics
 }
 
 // Recheck is how often parked pops look at the database for what no hint told them.
@@ -120,6 +123,9 @@ func New(o Options) *Engine {
 	if o.Flights == nil {
 		o.Flights = o.Pool
 	}
+	if o.Metrics == nil {
+		o.Metrics = metrics.New("")
+	}
 	e := &Engine{
 		Options: o, q: db.New(db.Patient{Pool: o.Pool}), dedup: dedup.New(o.DedupBytes),
 		nextDue:  make(chan time.Duration, 16),
@@ -130,6 +136,7 @@ func New(o Options) *Engine {
 	e.stop, e.cancel = context.WithCancel(context.Background())
 	e.SetNow(o.DBNow)
 	e.Catalog = catalog.New(e.stop, o.Pool, o.Project, func(group int32) { e.park.look(group) })
+	e.Catalog.OnPartition = func(queue int32) { e.Metrics.Add(queue, metrics.PartitionsCreated, 1) }
 	e.park = newParking(e)
 	e.held = newHolding()
 	e.dock = newDock()

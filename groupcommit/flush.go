@@ -10,6 +10,7 @@ import (
 
 	"ferrymq/catalog"
 	"ferrymq/db"
+	"ferrymq/metrics"
 )
 
 // lockTimeout is how long a flush waits for a row lock before its partitions go on alone.
@@ -109,6 +110,7 @@ func (f *flusher) flush(b *board) error {
 	if batch.Len() == 1 { // everything went to side lanes
 		return nil
 	}
+	began := time.Now()
 	if err := e.send(&batch, b.since); err != nil {
 		e.park.giveBack(lists)
 		// What plan moved to side lanes is theirs now.
@@ -119,6 +121,14 @@ func (f *flusher) flush(b *board) error {
 		b.settles = settles
 		return err
 	}
+
+	e.Metrics.Committed(time.Since(began))
+	for _, n := range entries {
+		e.Metrics.Total(metrics.CommitPushes, int64(len(n.pushes)))
+	}
+	e.Metrics.Total(metrics.CommitAcks, acks(settles))
+	e.Metrics.Total(metrics.CommitExtends, int64(len(b.extends)))
+	e.Metrics.Total(metrics.CommitPops, int64(len(claims)))
 
 	var hints, tell []Hint
 	hints = f.deliverPushes(hints, entries, inOrder, locked, appended, created)
@@ -270,6 +280,7 @@ func (f *flusher) deliverPushes(hints []Hint, entries []*entry, inOrder bool, lo
 		if done {
 			n.stored(f.e)
 			if made {
+				f.e.Metrics.Add(n.queue.ID, metrics.PartitionsCreated, 1)
 				f.e.park.appeared(n.queue.ID, n.partition.Name)
 			}
 			hints = append(hints, Hint{Queue: n.queue.ID, Partition: n.row.ID})

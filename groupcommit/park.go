@@ -8,6 +8,7 @@ import (
 
 	"ferrymq/catalog"
 	"ferrymq/db"
+	"ferrymq/metrics"
 )
 
 // parking is where pops wait that found nothing, and what is known about the groups they wait on.
@@ -68,6 +69,7 @@ func (b *backoff) miss(r Recheck, leased bool) {
 // watcher is a pop that waits for a sign to start over rather than for a claim: on discovery, or on a partition that doesn't exist yet.
 type watcher struct {
 	queue     int32         // 0: any in scope
+	name      string        // of the queue
 	scope     catalog.Scope // when queue is 0
 	group     string
 	partition string // the one that doesn't exist yet
@@ -165,6 +167,7 @@ func (p *parking) idle(c *claim) {
 		return
 	}
 	p.parked++
+	c.parkedAt = time.Now()
 	if len(c.hints) > 0 { // a hint that led nowhere: whoever held the cursor may have left it
 		g.check.reset(p.e.Recheck)
 	}
@@ -491,6 +494,7 @@ func (p *parking) withdraw(c *claim) bool {
 				g.narrow[c.partition.ID] = waiting
 			}
 			p.parked--
+			c.unpark(time.Now())
 			return true
 		}
 		return false
@@ -498,9 +502,40 @@ func (p *parking) withdraw(c *claim) bool {
 	if i := slices.Index(g.idle, c); i >= 0 {
 		g.idle = slices.Delete(g.idle, i, i+1)
 		p.parked--
+		c.unpark(time.Now())
 		return true
 	}
 	return false
+}
+
+// ParkedPops is how many pops wait on each queue.
+func (e *Engine) ParkedPops() []metrics.Parked {
+	p := e.park
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	found := make(map[int32]*metrics.Parked)
+	add := func(queue int32, name string, n int) {
+		if found[queue] == nil {
+			found[queue] = &metrics.Parked{Queue: queue, Name: name}
+		}
+		found[queue].Pops += int64(n)
+	}
+	for _, g := range p.groups {
+		if len(g.idle) > 0 {
+			add(g.queue, g.idle[0].queue.Name, len(g.idle))
+		}
+		for _, waiting := range g.narrow {
+			add(g.queue, waiting[0].queue.Name, len(waiting))
+		}
+	}
+	for _, w := range p.watchers {
+		add(w.queue, w.name, 1)
+	}
+	all := make([]metrics.Parked, 0, len(found))
+	for _, x := range found {
+		all = append(all, *x)
+	}
+	return all
 }
 
 // endAll answers every parked claim. p.mu is held.

@@ -27,6 +27,10 @@ type Pop struct {
 	Seconds    int32         // of the lease; 0: the queue's
 	AutoAck    bool          // move the cursors instead of leasing
 	Wait       time.Duration // 0: answer at once
+
+	// Set by Engine.Pop.
+	QueueID int32         // that of Queue, once it has been found
+	Parked  time.Duration // how much of the call was spent parked
 }
 
 // Delivery is what a pop got. Release gives it back.
@@ -104,6 +108,7 @@ func (e *Engine) popQueue(ctx context.Context, p *Pop, deadline time.Time) (*Del
 	if err != nil {
 		return nil, err
 	}
+	p.QueueID = q.ID
 	g, err := e.Catalog.Register(ctx, q.ID, p.Group, p.Start)
 	if err != nil {
 		return nil, e.Unavailable(err)
@@ -128,6 +133,7 @@ func (e *Engine) popGroup(ctx context.Context, p *Pop, q *catalog.Queue, g *cata
 		c := e.newClaim(p, q, g, newLease(g.ID), p.Batch, p.Partitions)
 		c.wait = p.Wait > 0 // each chunk of a new group's cursors wakes it
 		d, err := e.await(ctx, c, deadline)
+		p.Parked += time.Duration(c.parked.Load())
 		if d != nil || err != nil || seeded == nil || c.wait {
 			return d, e.forgetGone(g, err)
 		}
@@ -267,7 +273,7 @@ func (e *Engine) popFilled(ctx context.Context, p *Pop, q *catalog.Queue, g *cat
 	if seeded := g.Seeded(); seeded != nil && !e.awaitSeeded(ctx, seeded, deadline) {
 		return nil, ctx.Err()
 	}
-	w := &watcher{queue: q.ID, group: g.Name}
+	w := &watcher{queue: q.ID, name: q.Name, group: g.Name}
 	if !e.park.watch(w) {
 		return nil, ErrOverloaded
 	}
@@ -303,7 +309,7 @@ func (e *Engine) popFilled(ctx context.Context, p *Pop, q *catalog.Queue, g *cat
 		if next <= 0 && !time.Now().Before(deadline) {
 			return nil, nil
 		}
-		timer := time.NewTimer(max(next, time.Millisecond))
+		timer, began := time.NewTimer(max(next, time.Millisecond)), time.Now()
 		select {
 		case <-w.sign:
 			// Pushes come in bursts: look at most every few milliseconds.
@@ -318,6 +324,7 @@ func (e *Engine) popFilled(ctx context.Context, p *Pop, q *catalog.Queue, g *cat
 			return nil, nil
 		}
 		timer.Stop()
+		p.Parked += time.Since(began)
 		if ctx.Err() != nil {
 			return nil, ctx.Err()
 		}
@@ -336,6 +343,7 @@ func (e *Engine) popPartition(ctx context.Context, p *Pop, deadline time.Time) (
 			return nil, e.Unavailable(err)
 		}
 		part := found[0]
+		p.QueueID = q.ID
 		g, err := e.Catalog.Meet(ctx, q, part, p.Group, p.Start, p.Named)
 		if err != nil {
 			return nil, e.Unavailable(err)
@@ -344,6 +352,7 @@ func (e *Engine) popPartition(ctx context.Context, p *Pop, deadline time.Time) (
 			c := e.newClaim(p, q, g, newLease(g.ID), p.Batch, 1)
 			c.partition, c.wait = row, p.Wait > 0
 			d, err := e.await(ctx, c, deadline)
+			p.Parked += time.Duration(c.parked.Load())
 			if errors.Is(err, catalog.ErrGone) {
 				part.Forget(row)
 			}
@@ -354,21 +363,23 @@ func (e *Engine) popPartition(ctx context.Context, p *Pop, deadline time.Time) (
 			if p.Wait <= 0 {
 				return nil, nil
 			}
-			w = &watcher{queue: q.ID, group: p.Group, partition: *p.Partition}
+			w = &watcher{queue: q.ID, name: q.Name, group: p.Group, partition: *p.Partition}
 			if !e.park.watch(w) {
 				return nil, ErrOverloaded
 			}
 			defer e.park.unwatch(w)
 			continue // look once more, now that nothing can be missed
 		}
-		if done, err := e.sign(ctx, w, deadline); done {
+		if done, err := e.sign(ctx, p, w, deadline); done {
 			return nil, err
 		}
 	}
 }
 
 // sign waits for a watcher's sign; done when there is nothing more to wait for.
-func (e *Engine) sign(ctx context.Context, w *watcher, deadline time.Time) (done bool, err error) {
+func (e *Engine) sign(ctx context.Context, p *Pop, w *watcher, deadline time.Time) (done bool, err error) {
+	began := time.Now()
+	defer func() { p.Parked += time.Since(began) }()
 	timer := time.NewTimer(time.Until(deadline))
 	defer timer.Stop()
 	select {
@@ -403,7 +414,7 @@ func (e *Engine) popDiscovery(ctx context.Context, p *Pop, deadline time.Time) (
 			defer e.park.unwatch(w)
 			continue
 		}
-		if done, err := e.sign(ctx, w, deadline); done {
+		if done, err := e.sign(ctx, p, w, deadline); done {
 			return nil, err
 		}
 	}

@@ -11,6 +11,7 @@ import (
 
 	"ferrymq/catalog"
 	"ferrymq/db"
+	"ferrymq/metrics"
 	"ferrymq/segment"
 )
 
@@ -283,6 +284,14 @@ func (n *entry) stored(e *Engine) {
 		}
 	}
 	n.partition.SeenTail(n.base + n.total)
+	if n.total > 0 {
+		e.Metrics.Add(n.queue.ID, metrics.PushMessages, n.total)
+	}
+	repeated := -n.total
+	for _, p := range n.pushes {
+		repeated += int64(len(p.Messages))
+	}
+	e.Metrics.Total(metrics.PushDuplicates, repeated)
 	for _, p := range n.pushes {
 		p.finish(e, nil)
 	}

@@ -7,6 +7,7 @@ import (
 
 	"ferrymq/catalog"
 	"ferrymq/db"
+	"ferrymq/metrics"
 )
 
 // The actions and outcomes of the statement SettleCursors.
@@ -90,6 +91,9 @@ func (s *settle) apply(e *Engine, r db.SettleCursorsRow) {
 	if s.Outcome == outNeedCopy {
 		return
 	}
+	if s.Outcome == outFiled {
+		e.Metrics.Add(s.group.QueueID, metrics.DeadLetters, 1)
+	}
 	known, missed := e.held.settled(s.group.ID, s.row.ID, s.Committed, s.Released)
 	s.foreign, s.missed = !known, missed
 	e.due(s.DueMs)
@@ -101,6 +105,16 @@ func (s *settle) hint() (h Hint, here, ok bool) {
 	ended := s.Applied && s.Outcome != outNeedCopy && s.Released && s.DueMs < 0
 	here = ended && s.Pending
 	return Hint{Queue: s.group.QueueID, Group: s.group.ID, Partition: s.row.ID}, here, here || (ended && s.foreign)
+}
+
+// acks is how many of the settles are acks, and not batches given back.
+func acks(settles []*settle) (n int64) {
+	for _, s := range settles {
+		if s.Action < actGiveBack {
+			n++
+		}
+	}
+	return n
 }
 
 func (s *settle) finish(err error) {

@@ -10,6 +10,7 @@ import (
 
 	"ferrymq/catalog"
 	"ferrymq/db"
+	"ferrymq/metrics"
 	"ferrymq/segment"
 )
 
@@ -111,7 +112,7 @@ func (e *Engine) alongside(lock time.Duration, fn func(ctx context.Context, q *d
 		if err != nil {
 			return ErrNoConnection
 		}
-		committing := false
+		committing, began := false, time.Now()
 		err = func() error {
 			defer conn.Release()
 			tx, err := conn.Begin(ctx)
@@ -131,6 +132,9 @@ func (e *Engine) alongside(lock time.Duration, fn func(ctx context.Context, q *d
 		}()
 		if db.IsRetryable(err) && !again {
 			continue
+		}
+		if err == nil {
+			e.Metrics.Committed(time.Since(began))
 		}
 		if committing && db.IsConnection(err) {
 			return ErrUnknown
@@ -227,6 +231,7 @@ func (e *Engine) sidePush(s *builders, p *catalog.Partition, pushes []*Push) {
 		e.dedup.Forget(n.row.ID)
 		e.reboard(pushes)
 	default:
+		e.Metrics.Total(metrics.CommitPushes, int64(len(pushes)))
 		n.stored(e)
 		if n.total > 0 {
 			e.park.appeared(n.queue.ID, p.Name)
@@ -397,6 +402,7 @@ func (e *Engine) sideSettle(s *settle) {
 		s.finish(err)
 		return
 	}
+	e.Metrics.Total(metrics.CommitAcks, acks([]*settle{s}))
 	if len(rows) > 0 {
 		s.apply(e, rows[0])
 		if h, here, ok := s.hint(); here {

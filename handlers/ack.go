@@ -3,6 +3,7 @@ package handlers
 import (
 	"errors"
 	"net/http"
+	"slices"
 	"strconv"
 	"time"
 
@@ -10,6 +11,7 @@ import (
 
 	"ferrymq/catalog"
 	"ferrymq/groupcommit"
+	"ferrymq/metrics"
 )
 
 // ackItem is one acknowledgment as sent.
@@ -137,6 +139,9 @@ func (a *API) acknowledge(w http.ResponseWriter, r *request, group string, items
 		n    int
 		err  error
 	}
+	a.Metrics.Total(metrics.AckRequests, 1)
+	began := time.Now()
+	defer func() { a.Metrics.AckSeconds.Observe(time.Since(began).Seconds()) }()
 	places := make([]at, len(items))
 	byKey := make(map[key]*groupcommit.Acks)
 	var order []*groupcommit.Acks
@@ -185,6 +190,7 @@ func (a *API) acknowledge(w http.ResponseWriter, r *request, group string, items
 	}
 	b := make([]byte, 0, 160*len(items)+2)
 	b = append(b, '[')
+	counts, broken := make(map[int32]ackCount, 1), int64(0)
 	for i := range items {
 		if i > 0 {
 			b = append(b, ',')
@@ -194,9 +200,29 @@ func (a *API) acknowledge(w http.ResponseWriter, r *request, group string, items
 			res = places[i].acks.Results[places[i].n]
 		}
 		b = appendAcked(b, i, items[i].transactionID, res)
+		queue := int32(0)
+		if g := places[i].acks; g != nil && g.Partition != nil {
+			queue = g.Partition.QueueID
+		}
+		n := counts[queue]
+		if res.Err == nil && parseStatus(items[i].status) == groupcommit.Completed {
+			n.success++
+		} else if n.failed++; res.Err != nil && !refusal(res.Err) {
+			broken = 1
+		}
+		counts[queue] = n
+	}
+	a.Metrics.Total(metrics.DatabaseErrors, broken)
+	for queue, n := range counts {
+		a.Metrics.Queue(queue, metrics.AckRequests, 1)
+		a.Metrics.Add(queue, metrics.AckSuccess, n.success)
+		a.Metrics.Add(queue, metrics.AckFailed, n.failed)
 	}
 	return a.write(w, http.StatusOK, append(b, ']'))
 }
+
+// ackCount is what became of the items of a request for one queue.
+type ackCount struct{ success, failed int64 }
 
 func cmpErr(a, b error) error {
 	if a != nil {
@@ -226,10 +252,17 @@ func appendAcked(b []byte, i int, transactionID *string, res groupcommit.Acked) 
 	return append(b, '}')
 }
 
+// refusals are errors that are no fault of the database.
+var refusals = []error{errPartitionID, groupcommit.ErrNoConsumer, groupcommit.ErrLease, groupcommit.ErrCommitted,
+	groupcommit.ErrUnresolvable, groupcommit.ErrNoBatch, groupcommit.ErrDeadRejected}
+
+func refusal(err error) bool {
+	return slices.ContainsFunc(refusals, func(known error) bool { return errors.Is(err, known) })
+}
+
 // ackError is the text of a refusal; the engine's own refusals say it themselves.
 func ackError(err error) string {
-	for _, known := range []error{errPartitionID, groupcommit.ErrNoConsumer, groupcommit.ErrLease, groupcommit.ErrCommitted,
-		groupcommit.ErrUnresolvable, groupcommit.ErrNoBatch, groupcommit.ErrDeadRejected} {
+	for _, known := range refusals {
 		if errors.Is(err, known) {
 			return known.Error()
 		}

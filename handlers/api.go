@@ -21,6 +21,7 @@ import (
 	"ferrymq/catalog"
 	"ferrymq/db"
 	"ferrymq/groupcommit"
+	"ferrymq/metrics"
 )
 
 // Version is what /health reports.
@@ -37,6 +38,7 @@ type API struct {
 	DefaultStart   catalog.Start  // of a group that names none
 	HasKey         bool           // an encryption key is configured
 	Changed        func(id int32) // a queue was configured or deleted; may be nil
+	Metrics        *metrics.Metrics
 
 	engine   atomic.Pointer[groupcommit.Engine]
 	waiting  atomic.Pointer[string] // why not ready yet
@@ -45,7 +47,8 @@ type API struct {
 	counted  atomic.Pointer[numbers]
 	counting chan struct{} // holds an element while somebody counts
 	routes   []route
-	queries  *db.Queries // outside of a transaction, on a connection that is waited for only so long
+	other    *metrics.Route // answers to what is no route
+	queries  *db.Queries    // outside of a transaction, on a connection that is waited for only so long
 }
 
 type route struct {
@@ -55,6 +58,7 @@ type route struct {
 	handle  handler
 	head    bool // HEAD is answered too
 	waiting bool // served before the schema is current
+	answers *metrics.Route
 }
 
 type handler func(a *API, w http.ResponseWriter, r *request) error
@@ -122,6 +126,12 @@ func (a *API) table() []route {
 // Handler makes the API servable.
 func (a *API) Handler() http.Handler {
 	a.routes, a.queries, a.counting = a.table(), db.New(db.Patient{Pool: a.Pool}), make(chan struct{}, 1)
+	for i := range a.routes {
+		a.routes[i].answers = a.Metrics.Route(a.routes[i].method + " /" + strings.Join(a.routes[i].path, "/"))
+	}
+	a.other = a.Metrics.Route("other")
+	a.Metrics.IsReady = func() bool { return a.engine.Load() != nil && !a.draining.Load() }
+	a.Metrics.PushMaintenance, a.Metrics.PopMaintenance = a.switches.push.Load, a.popPaused
 	reason := "migrations pending"
 	a.waiting.Store(&reason)
 	return a
@@ -139,16 +149,38 @@ func (a *API) Drain() { a.draining.Store(true) }
 // ServeHTTP finds the route: paths are matched as sent, segment by segment, never cleaned or redirected.
 func (a *API) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	began := time.Now()
-	err := a.serve(w, r)
-	status := http.StatusOK
-	if err != nil {
-		status = a.fail(w, r, err)
+	rec := &recorder{ResponseWriter: w, status: http.StatusOK, route: a.other}
+	if err := a.serve(rec, r); err != nil {
+		a.fail(rec, r, err)
 	}
+	if r.Context().Err() != nil {
+		rec.status = statusGone
+	}
+	rec.route.Answered(rec.status)
 	a.Log.LogAttrs(r.Context(), slog.LevelDebug, "request", slog.String("method", r.Method), slog.String("path", r.URL.Path),
-		slog.Int("status", status), slog.Duration("took", time.Since(began)))
+		slog.Int("status", rec.status), slog.Duration("took", time.Since(began)))
 }
 
-func (a *API) serve(w http.ResponseWriter, r *http.Request) error {
+// statusGone counts requests whose client has gone before the answer.
+const statusGone = 499
+
+// recorder remembers what was answered, on which route.
+type recorder struct {
+	http.ResponseWriter
+	status int
+	route  *metrics.Route
+}
+
+// WriteHeader is http.ResponseWriter's.
+func (w *recorder) WriteHeader(status int) {
+	w.status = status
+	w.ResponseWriter.WriteHeader(status)
+}
+
+// Unwrap is for http.ResponseController.
+func (w *recorder) Unwrap() http.ResponseWriter { return w.ResponseWriter }
+
+func (a *API) serve(w *recorder, r *http.Request) error {
 	segments := strings.Split(strings.TrimPrefix(r.URL.EscapedPath(), "/"), "/")
 	for i, s := range segments {
 		if segments[i], _ = url.PathUnescape(s); segments[i] == "" {
@@ -169,6 +201,7 @@ func (a *API) serve(w http.ResponseWriter, r *http.Request) error {
 			}
 			continue
 		}
+		w.route = t.answers
 		sub, err := a.authorize(r, segments, t.level)
 		if err != nil {
 			return err

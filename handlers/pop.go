@@ -11,6 +11,7 @@ import (
 
 	"ferrymq/catalog"
 	"ferrymq/groupcommit"
+	"ferrymq/metrics"
 	"ferrymq/segment"
 )
 
@@ -118,12 +119,17 @@ func (a *API) pop(w http.ResponseWriter, r *request, p *groupcommit.Pop) error {
 			return errTooLarge
 		}
 	}
+	a.Metrics.Total(metrics.PopRequests, 1)
 	if a.popPaused() {
+		a.Metrics.Total(metrics.PopEmpty, 1)
 		w.WriteHeader(http.StatusNoContent)
 		return nil
 	}
 	_ = http.NewResponseController(w).SetReadDeadline(time.Time{})
+	began := time.Now()
 	d, err := r.engine.Pop(r.Context(), p)
+	defer func() { a.Metrics.PopSeconds.Observe((time.Since(began) - p.Parked).Seconds()) }()
+	a.Metrics.Queue(p.QueueID, metrics.PopRequests, 1)
 	switch {
 	case r.Context().Err() != nil:
 		if d != nil {
@@ -133,10 +139,13 @@ func (a *API) pop(w http.ResponseWriter, r *request, p *groupcommit.Pop) error {
 	case errors.Is(err, groupcommit.ErrOverloaded):
 		return busy("overloaded")
 	case errors.Is(err, groupcommit.ErrNoConnection):
+		a.Metrics.Total(metrics.DatabaseErrors, 1)
 		return failed("pool")
 	case err != nil:
+		a.Metrics.Total(metrics.DatabaseErrors, 1)
 		return failed("pop failed")
 	case d == nil:
+		a.Metrics.Add(p.QueueID, metrics.PopEmpty, 1)
 		w.WriteHeader(http.StatusNoContent)
 		return nil
 	}
@@ -144,10 +153,20 @@ func (a *API) pop(w http.ResponseWriter, r *request, p *groupcommit.Pop) error {
 	if err != nil {
 		a.Log.Error("stored messages cannot be read", "queue", damaged.Queue.Name, "partition", damaged.Partition.Name, "error", err)
 		d.Unreadable(damaged)
+		a.Metrics.Total(metrics.DecryptionFailures, 1)
 		return failed("decryption failed")
 	}
 	if r.Context().Err() != nil || a.write(w, http.StatusOK, body) != nil {
 		d.Release()
+		return nil
+	}
+	now := r.engine.Now()
+	for _, s := range d.Spans {
+		for i := range s.Segments {
+			g := &s.Segments[i]
+			n := min(s.Start+s.Take, g.Base+int64(g.Count)) - max(s.Start, g.Base)
+			a.Metrics.Delivered(s.Queue.ID, n, now.Sub(g.CreatedAt))
+		}
 	}
 	return nil
 }

@@ -11,6 +11,7 @@ import (
 
 	"ferrymq/catalog"
 	"ferrymq/groupcommit"
+	"ferrymq/metrics"
 	"ferrymq/segment"
 )
 
@@ -107,9 +108,13 @@ func (a *API) push(w http.ResponseWriter, r *request) error {
 	if err != nil {
 		return err
 	}
+	a.Metrics.Total(metrics.PushRequests, 1)
 	if err := a.pushRefused(); err != nil {
+		a.Metrics.Total(metrics.RefusedMaintenance, int64(len(items)))
 		return err
 	}
+	began := time.Now()
+	defer func() { a.Metrics.PushSeconds.Observe(time.Since(began).Seconds()) }()
 	if len(items) == 0 {
 		return a.write(w, http.StatusCreated, []byte("[]"))
 	}
@@ -125,11 +130,45 @@ func (a *API) push(w http.ResponseWriter, r *request) error {
 		}
 	}
 	if err := r.engine.Push(r.Context(), pushes); errors.Is(err, groupcommit.ErrOverloaded) {
+		a.Metrics.Total(metrics.RefusedOverloaded, int64(len(items)))
 		return busy("overloaded")
 	} else if err != nil {
 		return failed("push failed")
 	}
+	a.countPush(targets)
 	return a.answerPush(w, items, targets)
+}
+
+// countPush counts the request for its queues, and what was refused.
+func (a *API) countPush(targets []*target) {
+	broken := false
+	var seen map[int32]bool
+	for _, t := range targets {
+		err := t.err
+		if t.push != nil {
+			err = t.push.Err
+			if id := t.push.Queue.ID; !seen[id] {
+				a.Metrics.Queue(id, metrics.PushRequests, 1)
+				if len(targets) > 1 {
+					if seen == nil {
+						seen = make(map[int32]bool)
+					}
+					seen[id] = true
+				}
+			}
+		}
+		switch {
+		case err == nil, errors.Is(err, groupcommit.ErrNoKey):
+		case errors.Is(err, groupcommit.ErrFull):
+			a.Metrics.Total(metrics.RefusedFull, int64(len(t.items)))
+		default:
+			a.Metrics.Total(metrics.RefusedDatabase, int64(len(t.items)))
+			broken = true
+		}
+	}
+	if broken {
+		a.Metrics.Total(metrics.DatabaseErrors, 1)
+	}
 }
 
 type place struct{ queue, partition string }

@@ -8,6 +8,7 @@ import (
 	"strconv"
 
 	"ferrymq/catalog"
+	"ferrymq/metrics"
 )
 
 // option is one queue option of the configure route.
@@ -350,8 +351,10 @@ func (a *API) databaseError(r *request, err error, text string) error {
 	case errors.As(err, &known), r.Context().Err() != nil:
 		return err
 	case errors.Is(r.engine.Unavailable(err), errNoConnection):
+		a.Metrics.Total(metrics.DatabaseErrors, 1)
 		return failed("pool")
 	}
+	a.Metrics.Total(metrics.DatabaseErrors, 1)
 	a.Log.Error(text, "path", r.URL.Path, "error", err)
 	return failed(text)
 }
