@@ -380,7 +380,7 @@ func (q *Queries) ActivityParked(ctx context.Context, arg ActivityParkedParams) 
 }
 
 const ActivityQueues = `-- name: ActivityQueues :many
-select q.id from ferrymq.queues q
+select q.id, q.name from ferrymq.queues q
 where q.project_id = $1::int and q.deleted_at is null
   and ($2::text = '' or q.name = $2::text)
   and ($3::text = '' or q.namespace = $3::text)
@@ -395,8 +395,13 @@ type ActivityQueuesParams struct {
 	Task      string
 }
 
+type ActivityQueuesRow struct {
+	ID   int32
+	Name string
+}
+
 // The live queues that a filter leaves; empty texts filter nothing.
-func (q *Queries) ActivityQueues(ctx context.Context, arg ActivityQueuesParams) ([]int32, error) {
+func (q *Queries) ActivityQueues(ctx context.Context, arg ActivityQueuesParams) ([]ActivityQueuesRow, error) {
 	rows, err := q.db.Query(ctx, ActivityQueues,
 		arg.ProjectID,
 		arg.Name,
@@ -407,13 +412,13 @@ func (q *Queries) ActivityQueues(ctx context.Context, arg ActivityQueuesParams) 
 		return nil, err
 	}
 	defer rows.Close()
-	var items []int32
+	var items []ActivityQueuesRow
 	for rows.Next() {
-		var id int32
-		if err := rows.Scan(&id); err != nil {
+		var i ActivityQueuesRow
+		if err := rows.Scan(&i.ID, &i.Name); err != nil {
 			return nil, err
 		}
-		items = append(items, id)
+		items = append(items, i)
 	}
 	if err := rows.Err(); err != nil {
 		return nil, err
@@ -792,35 +797,30 @@ func (q *Queries) PostgresTables(ctx context.Context) ([]PostgresTablesRow, erro
 }
 
 const QueueGauges = `-- name: QueueGauges :many
-with live as materialized (
-    select q.id, q.name from ferrymq.queues q where q.project_id = $1::int and q.deleted_at is null
-), behind as materialized (
+with behind as materialized (
     select x.queue_id, sum(x.pending) as pending
-    from (
-        select b.queue_id::int as queue_id, b.pending::bigint as pending from ferrymq.backlog((select array_agg(l.id) from live l), null) b
-    ) x
+    from (select b.queue_id::int as queue_id, b.pending::bigint as pending from ferrymq.backlog($1::int[], null) b) x
     group by x.queue_id
 )
-select l.name, coalesce(b.pending, 0)::bigint as pending, d.dead_letters::bigint as dead_letters
-from live l
+select l.id::int as id, coalesce(b.pending, 0)::bigint as pending, d.dead_letters::bigint as dead_letters
+from unnest($1::int[]) as l (id)
 left join behind b on b.queue_id = l.id
 cross join lateral (select count(*) as dead_letters from ferrymq.dead_letters x where x.queue_id = l.id offset 0) d
-order by l.id
 `
 
 type QueueGaugesParams struct {
-	ProjectID int32
+	Ids []int32
 }
 
 type QueueGaugesRow struct {
-	Name        string
+	ID          int32
 	Pending     int64
 	DeadLetters int64
 }
 
-// Per live queue its backlog, as ferrymq.backlog counts it, and its dead letters.
+// The backlog of queues, as ferrymq.backlog counts it, and their dead letters.
 func (q *Queries) QueueGauges(ctx context.Context, arg QueueGaugesParams) ([]QueueGaugesRow, error) {
-	rows, err := q.db.Query(ctx, QueueGauges, arg.ProjectID)
+	rows, err := q.db.Query(ctx, QueueGauges, arg.Ids)
 	if err != nil {
 		return nil, err
 	}
@@ -828,7 +828,7 @@ func (q *Queries) QueueGauges(ctx context.Context, arg QueueGaugesParams) ([]Que
 	var items []QueueGaugesRow
 	for rows.Next() {
 		var i QueueGaugesRow
-		if err := rows.Scan(&i.Name, &i.Pending, &i.DeadLetters); err != nil {
+		if err := rows.Scan(&i.ID, &i.Pending, &i.DeadLetters); err != nil {
 			return nil, err
 		}
 		items = append(items, i)

@@ -28,6 +28,10 @@ func activityStatements(w *world) map[string]statement {
 			*c = append(*c, 1)
 		}
 	}
+	ids := []int32{1}
+	for q := int32(10); q < 3000; q += 30 {
+		ids = append(ids, q)
+	}
 	after, before := time.Now().Add(-time.Hour), time.Now()
 	queues := []string{"queues"}           // a listing of queues walks them
 	groups := []string{"queues", "groups"} // and their groups
@@ -46,7 +50,7 @@ func activityStatements(w *world) map[string]statement {
 		"BrokerActivitySeries": {sql: db.BrokerActivitySeries, arg: db.BrokerActivitySeriesParams{Minutes: 1, After: after, Before: before}, buffers: 200, index: []string{"broker_activity_pkey"}},
 
 		// What these touch grows with queues, with cursors that have something to deliver, and with dead letters.
-		"QueueGauges":            {sql: db.QueueGauges, arg: db.QueueGaugesParams{ProjectID: 1}, index: []string{"cursors_pending", "dead_letters_queue"}, seq: groups},
+		"QueueGauges":            {sql: db.QueueGauges, arg: db.QueueGaugesParams{Ids: ids}, buffers: 6000, index: []string{"cursors_pending", "dead_letters_queue"}},
 		"StatusLeases":           {sql: db.StatusLeases, arg: db.StatusLeasesParams{ProjectID: 1}, index: []string{"cursors_pending"}, seq: groups},
 		"StatusDeadLetters":      {sql: db.StatusDeadLetters, arg: db.StatusDeadLettersParams{ProjectID: 1}, index: []string{"dead_letters_queue"}, seq: queues},
 		"StatusDeadLetterErrors": {sql: db.StatusDeadLetterErrors, arg: db.StatusDeadLetterErrorsParams{ProjectID: 1}, index: []string{"dead_letters_queue"}, seq: queues},

@@ -63,11 +63,13 @@ func (a *API) readWindow(r *request, q *params, back time.Duration) (*window, er
 		return nil, a.databaseError(r, err, "query failed")
 	}
 	if w.filtered && !w.empty {
-		ids, err := a.queries.ActivityQueues(r.Context(), db.ActivityQueuesParams{ProjectID: r.engine.Project, Name: w.name, Namespace: w.ns, Task: w.task})
+		rows, err := a.queries.ActivityQueues(r.Context(), db.ActivityQueuesParams{ProjectID: r.engine.Project, Name: w.name, Namespace: w.ns, Task: w.task})
 		if err != nil {
 			return nil, a.databaseError(r, err, "query failed")
 		}
-		w.queues = ids
+		for _, q := range rows {
+			w.queues = append(w.queues, q.ID)
+		}
 	}
 	return w, nil
 }

@@ -14,8 +14,6 @@ import (
 
 	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/prometheus/client_golang/prometheus"
-
-	"ferrymq/db"
 )
 
 // Count is something that is counted.
@@ -325,8 +323,8 @@ func (c collector) Collect(out chan<- prometheus.Metric) {
 		perQueue(parkedPolls, m.Parked(), func(p Parked) (string, int64) { return p.Name, p.Pops }, gauge)
 	}
 	rows := m.queueGauges()
-	perQueue(pending, rows, func(r db.QueueGaugesRow) (string, int64) { return r.Name, r.Pending }, gauge)
-	perQueue(deadLetters, rows, func(r db.QueueGaugesRow) (string, int64) { return r.Name, r.DeadLetters }, gauge)
+	perQueue(pending, rows, func(q queueGauge) (string, int64) { return q.name, q.pending }, gauge)
+	perQueue(deadLetters, rows, func(q queueGauge) (string, int64) { return q.name, q.deadLetters }, gauge)
 }
 
 func truth(f func() bool) float64 {

@@ -122,11 +122,34 @@ type backlog struct {
 	mu     sync.Mutex
 	tried  time.Time
 	got    time.Time
-	rows   []db.QueueGaugesRow
+	rows   []queueGauge
 	asking chan struct{} // closed when the look-up under way has ended
 }
 
-func (m *Metrics) queueGauges() []db.QueueGaugesRow {
+// queueGauge is what one queue holds.
+type queueGauge struct {
+	name                 string
+	pending, deadLetters int64
+}
+
+func (m *Metrics) readGauges(ctx context.Context) ([]queueGauge, error) {
+	queues, err := m.q.ActivityQueues(ctx, db.ActivityQueuesParams{ProjectID: m.Project})
+	if err != nil || len(queues) == 0 {
+		return nil, err
+	}
+	names, ids := make(map[int32]string, len(queues)), make([]int32, len(queues))
+	for i, q := range queues {
+		ids[i], names[q.ID] = q.ID, q.Name
+	}
+	rows, err := m.q.QueueGauges(ctx, db.QueueGaugesParams{Ids: ids})
+	all := make([]queueGauge, len(rows))
+	for i, r := range rows {
+		all[i] = queueGauge{names[r.ID], r.Pending, r.DeadLetters}
+	}
+	return all, err
+}
+
+func (m *Metrics) queueGauges() []queueGauge {
 	if !m.started.Load() {
 		return nil
 	}
@@ -156,7 +179,7 @@ func (m *Metrics) queueGauges() []db.QueueGaugesRow {
 
 func (m *Metrics) askGauges() {
 	began := time.Now()
-	rows, err := m.q.QueueGauges(context.Background(), db.QueueGaugesParams{ProjectID: m.Project})
+	rows, err := m.readGauges(context.Background())
 	b := &m.backlog
 	b.mu.Lock()
 	defer b.mu.Unlock()

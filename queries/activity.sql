@@ -64,7 +64,7 @@ where a.ctid = any(array(
 
 -- name: ActivityQueues :many
 -- The live queues that a filter leaves; empty texts filter nothing.
-select q.id from ferrymq.queues q
+select q.id, q.name from ferrymq.queues q
 where q.project_id = @project_id::int and q.deleted_at is null
   and (@name::text = '' or q.name = @name::text)
   and (@namespace::text = '' or q.namespace = @namespace::text)
@@ -156,21 +156,16 @@ where b.bucket > @after::timestamptz and b.bucket < @before::timestamptz and (@b
 order by b.bucket, b.broker;
 
 -- name: QueueGauges :many
--- Per live queue its backlog, as ferrymq.backlog counts it, and its dead letters.
-with live as materialized (
-    select q.id, q.name from ferrymq.queues q where q.project_id = @project_id::int and q.deleted_at is null
-), behind as materialized (
+-- The backlog of queues, as ferrymq.backlog counts it, and their dead letters.
+with behind as materialized (
     select x.queue_id, sum(x.pending) as pending
-    from (
-        select b.queue_id::int as queue_id, b.pending::bigint as pending from ferrymq.backlog((select array_agg(l.id) from live l), null) b
-    ) x
+    from (select b.queue_id::int as queue_id, b.pending::bigint as pending from ferrymq.backlog(@ids::int[], null) b) x
     group by x.queue_id
 )
-select l.name, coalesce(b.pending, 0)::bigint as pending, d.dead_letters::bigint as dead_letters
-from live l
+select l.id::int as id, coalesce(b.pending, 0)::bigint as pending, d.dead_letters::bigint as dead_letters
+from unnest(@ids::int[]) as l (id)
 left join behind b on b.queue_id = l.id
-cross join lateral (select count(*) as dead_letters from ferrymq.dead_letters x where x.queue_id = l.id offset 0) d
-order by l.id;
+cross join lateral (select count(*) as dead_letters from ferrymq.dead_letters x where x.queue_id = l.id offset 0) d;
 
 -- name: StatusLeases :one
 -- The live leases of the queues that a filter leaves.
