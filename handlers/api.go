@@ -33,12 +33,12 @@ type API struct {
 	Pool    *pgxpool.Pool
 	MaxBody int64
 
-	Auth           *auth.Verifier // nil: whoever comes may do everything
-	DefaultTimeout time.Duration  // of a waiting pop that names none
-	DefaultStart   catalog.Start  // of a group that names none
-	HasKey         bool           // an encryption key is configured
-	Changed        func(id int32) // a queue was configured or deleted; may be nil
-	Metrics        *metrics.Metrics
+	Auth           *auth.Verifier   // nil: whoever comes may do everything
+	DefaultTimeout time.Duration    // of a waiting pop that names none
+	DefaultStart   catalog.Start    // of a group that names none
+	HasKey         bool             // an encryption key is configured
+	Changed        func(id int32)   // a queue was configured or deleted; may be nil
+	Metrics        *metrics.Metrics // nil: nobody will ask
 
 	engine   atomic.Pointer[groupcommit.Engine]
 	waiting  atomic.Pointer[string] // why not ready yet
@@ -126,6 +126,9 @@ func (a *API) table() []route {
 // Handler makes the API servable.
 func (a *API) Handler() http.Handler {
 	a.routes, a.queries, a.counting = a.table(), db.New(db.Patient{Pool: a.Pool}), make(chan struct{}, 1)
+	if a.Metrics == nil {
+		a.Metrics = metrics.New(Version)
+	}
 	for i := range a.routes {
 		a.routes[i].answers = a.Metrics.Route(a.routes[i].method + " /" + strings.Join(a.routes[i].path, "/"))
 	}
