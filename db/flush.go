@@ -98,11 +98,11 @@ func (f *Flush) ExtendLeases(arg ExtendLeasesParams, dst *[]ExtendLeasesRow) {
 
 // ClaimPartitions queues the statement of that name.
 func (f *Flush) ClaimPartitions(arg ClaimPartitionsParams, dst *[]ClaimPartitionsRow) {
-	collect(f.batch.Queue(ClaimPartitions, arg.ListNos, arg.ListGroups, arg.ListFroms, arg.ListScans, arg.ListIndexFirsts, arg.ListWants, arg.ListSlots, arg.ListFrames,
+	collect(f.batch.Queue(ClaimPartitions, arg.ListNos, arg.ListGroups, arg.ListFroms, arg.ListScans, arg.ListIndexFirsts, arg.ListWants, arg.ListSlots, arg.ListFrames, arg.ListLimiteds,
 		arg.HintLists, arg.HintPartitions, arg.SlotNos, arg.SlotLists, arg.SlotNths, arg.SlotLeases, arg.SlotBudgets, arg.SlotParts,
-		arg.SlotSeconds, arg.SlotAutoAcks, arg.SlotDiscoveries, arg.SpanBytes), dst, func(r pgx.Rows, i *ClaimPartitionsRow) error {
+		arg.SlotSeconds, arg.SlotAutoAcks, arg.SlotDiscoveries, arg.SlotConsumers, arg.SpanBytes), dst, func(r pgx.Rows, i *ClaimPartitionsRow) error {
 		return r.Scan(&i.ListNo, &i.Seen, &i.Stale, &i.AboveTo, &i.BelowTo, &i.DueMs, &i.SlotNo, &i.PartitionID, &i.PublicID, &i.Name,
-			&i.StartOffset, &i.Take, &i.NextOffset, &i.LeaseMs, &i.BaseOffset, &i.Count, &i.KeyNo, &i.Codec, &i.CreatedAt, &i.FirstID,
+			&i.StartOffset, &i.Take, &i.NextOffset, &i.LeaseMs, &i.Hidden, &i.Attempt, &i.Exhausted, &i.OnlyGroup, &i.BaseOffset, &i.Count, &i.KeyNo, &i.Codec, &i.CreatedAt, &i.FirstID,
 			&i.Keys, &i.Frames)
 	})
 }

@@ -288,6 +288,7 @@ type slot struct {
 	seconds   int32
 	autoAck   bool
 	discovery bool
+	consumer  string
 }
 
 // list is one pool of candidates of a claim.
@@ -300,13 +301,14 @@ type list struct {
 	hints      []int64
 	slots      []slot
 	noFrames   bool
+	limited    bool
 }
 
 func claims(lists ...list) db.ClaimPartitionsParams {
 	p := db.ClaimPartitionsParams{ListNos: []int32{}, ListGroups: []int32{}, ListFroms: []int64{}, ListScans: []bool{}, ListIndexFirsts: []bool{},
-		ListWants: []int64{}, ListSlots: []int32{}, ListFrames: []bool{}, SpanBytes: 1 << 30, HintLists: []int32{}, HintPartitions: []int64{}, SlotNos: []int32{}, SlotLists: []int32{},
+		ListWants: []int64{}, ListSlots: []int32{}, ListFrames: []bool{}, ListLimiteds: []bool{}, SpanBytes: 1 << 30, HintLists: []int32{}, HintPartitions: []int64{}, SlotNos: []int32{}, SlotLists: []int32{},
 		SlotNths: []int32{}, SlotLeases: []uuid.UUID{}, SlotBudgets: []int64{}, SlotParts: []int64{}, SlotSeconds: []int32{},
-		SlotAutoAcks: []bool{}, SlotDiscoveries: []bool{}}
+		SlotAutoAcks: []bool{}, SlotDiscoveries: []bool{}, SlotConsumers: []string{}}
 	for no, l := range lists {
 		want := int64(0)
 		for nth, s := range l.slots {
@@ -321,6 +323,7 @@ func claims(lists ...list) db.ClaimPartitionsParams {
 			p.SlotSeconds = append(p.SlotSeconds, s.seconds)
 			p.SlotAutoAcks = append(p.SlotAutoAcks, s.autoAck)
 			p.SlotDiscoveries = append(p.SlotDiscoveries, s.discovery)
+			p.SlotConsumers = append(p.SlotConsumers, s.consumer)
 		}
 		if l.want != 0 {
 			want = l.want
@@ -333,6 +336,7 @@ func claims(lists ...list) db.ClaimPartitionsParams {
 		p.ListWants = append(p.ListWants, want)
 		p.ListSlots = append(p.ListSlots, int32(len(l.slots)))
 		p.ListFrames = append(p.ListFrames, !l.noFrames)
+		p.ListLimiteds = append(p.ListLimiteds, l.limited)
 		for _, h := range l.hints {
 			p.HintLists = append(p.HintLists, int32(no))
 			p.HintPartitions = append(p.HintPartitions, h)

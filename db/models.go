@@ -42,4 +42,5 @@ type FerrymqQueue struct {
 	RetentionSinkHoldMaxSeconds int32
 	RetainSeconds               *int32
 	RemindAt                    time.Time
+	UnkeyedLanes                int32
 }

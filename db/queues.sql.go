@@ -90,7 +90,7 @@ set updated_at = clock_timestamp(), configured = true,
     min_pop_wait_time = $18::int, dedup_window_seconds = $19::int,
     retention_sink_hold = $20::text, retention_sink_hold_max_seconds = $21::int
 where q.id = $22::int
-returning id, public_id, project_id, name, namespace, task, created_at, updated_at, deleted_at, configured, lease_time, retry_limit, retry_delay, priority, max_size, ttl, dead_letter_queue, dlq_after_max_retries, delayed_processing, window_buffer, retention_seconds, completed_retention_seconds, retention_enabled, encryption_enabled, max_wait_time_seconds, min_pop_wait_time, dedup_window_seconds, retention_sink_hold, retention_sink_hold_max_seconds, retain_seconds, remind_at
+returning id, public_id, project_id, name, namespace, task, created_at, updated_at, deleted_at, configured, lease_time, retry_limit, retry_delay, priority, max_size, ttl, dead_letter_queue, dlq_after_max_retries, delayed_processing, window_buffer, retention_seconds, completed_retention_seconds, retention_enabled, encryption_enabled, max_wait_time_seconds, min_pop_wait_time, dedup_window_seconds, retention_sink_hold, retention_sink_hold_max_seconds, retain_seconds, remind_at, unkeyed_lanes
 `
 
 type QueueConfigureParams struct {
@@ -176,6 +176,7 @@ func (q *Queries) QueueConfigure(ctx context.Context, arg QueueConfigureParams) 
 		&i.RetentionSinkHoldMaxSeconds,
 		&i.RetainSeconds,
 		&i.RemindAt,
+		&i.UnkeyedLanes,
 	)
 	return i, err
 }
@@ -184,7 +185,7 @@ const QueueCreate = `-- name: QueueCreate :one
 insert into ferrymq.queues as q (project_id, name, namespace, task)
 values ($1::int, $2::text, $3::text, $4::text)
 on conflict (project_id, name) where deleted_at is null do nothing
-returning q.id, q.public_id, q.project_id, q.name, q.namespace, q.task, q.created_at, q.updated_at, q.deleted_at, q.configured, q.lease_time, q.retry_limit, q.retry_delay, q.priority, q.max_size, q.ttl, q.dead_letter_queue, q.dlq_after_max_retries, q.delayed_processing, q.window_buffer, q.retention_seconds, q.completed_retention_seconds, q.retention_enabled, q.encryption_enabled, q.max_wait_time_seconds, q.min_pop_wait_time, q.dedup_window_seconds, q.retention_sink_hold, q.retention_sink_hold_max_seconds, q.retain_seconds, q.remind_at
+returning q.id, q.public_id, q.project_id, q.name, q.namespace, q.task, q.created_at, q.updated_at, q.deleted_at, q.configured, q.lease_time, q.retry_limit, q.retry_delay, q.priority, q.max_size, q.ttl, q.dead_letter_queue, q.dlq_after_max_retries, q.delayed_processing, q.window_buffer, q.retention_seconds, q.completed_retention_seconds, q.retention_enabled, q.encryption_enabled, q.max_wait_time_seconds, q.min_pop_wait_time, q.dedup_window_seconds, q.retention_sink_hold, q.retention_sink_hold_max_seconds, q.retain_seconds, q.remind_at, q.unkeyed_lanes
 `
 
 type QueueCreateParams struct {
@@ -235,6 +236,7 @@ func (q *Queries) QueueCreate(ctx context.Context, arg QueueCreateParams) (Ferry
 		&i.RetentionSinkHoldMaxSeconds,
 		&i.RetainSeconds,
 		&i.RemindAt,
+		&i.UnkeyedLanes,
 	)
 	return i, err
 }
@@ -259,7 +261,7 @@ func (q *Queries) QueueDelete(ctx context.Context, arg QueueDeleteParams) (int64
 }
 
 const QueueGet = `-- name: QueueGet :one
-select q.id, q.public_id, q.project_id, q.name, q.namespace, q.task, q.created_at, q.updated_at, q.deleted_at, q.configured, q.lease_time, q.retry_limit, q.retry_delay, q.priority, q.max_size, q.ttl, q.dead_letter_queue, q.dlq_after_max_retries, q.delayed_processing, q.window_buffer, q.retention_seconds, q.completed_retention_seconds, q.retention_enabled, q.encryption_enabled, q.max_wait_time_seconds, q.min_pop_wait_time, q.dedup_window_seconds, q.retention_sink_hold, q.retention_sink_hold_max_seconds, q.retain_seconds, q.remind_at from ferrymq.queues q
+select q.id, q.public_id, q.project_id, q.name, q.namespace, q.task, q.created_at, q.updated_at, q.deleted_at, q.configured, q.lease_time, q.retry_limit, q.retry_delay, q.priority, q.max_size, q.ttl, q.dead_letter_queue, q.dlq_after_max_retries, q.delayed_processing, q.window_buffer, q.retention_seconds, q.completed_retention_seconds, q.retention_enabled, q.encryption_enabled, q.max_wait_time_seconds, q.min_pop_wait_time, q.dedup_window_seconds, q.retention_sink_hold, q.retention_sink_hold_max_seconds, q.retain_seconds, q.remind_at, q.unkeyed_lanes from ferrymq.queues q
 where q.project_id = $1::int and q.name = $2::text and q.deleted_at is null
 `
 
@@ -303,6 +305,7 @@ func (q *Queries) QueueGet(ctx context.Context, arg QueueGetParams) (FerrymqQueu
 		&i.RetentionSinkHoldMaxSeconds,
 		&i.RetainSeconds,
 		&i.RemindAt,
+		&i.UnkeyedLanes,
 	)
 	return i, err
 }
@@ -342,7 +345,7 @@ func (q *Queries) QueuePendingCount(ctx context.Context, arg QueuePendingCountPa
 }
 
 const QueueRead = `-- name: QueueRead :one
-select q.id, q.public_id, q.project_id, q.name, q.namespace, q.task, q.created_at, q.updated_at, q.deleted_at, q.configured, q.lease_time, q.retry_limit, q.retry_delay, q.priority, q.max_size, q.ttl, q.dead_letter_queue, q.dlq_after_max_retries, q.delayed_processing, q.window_buffer, q.retention_seconds, q.completed_retention_seconds, q.retention_enabled, q.encryption_enabled, q.max_wait_time_seconds, q.min_pop_wait_time, q.dedup_window_seconds, q.retention_sink_hold, q.retention_sink_hold_max_seconds, q.retain_seconds, q.remind_at from ferrymq.queues q
+select q.id, q.public_id, q.project_id, q.name, q.namespace, q.task, q.created_at, q.updated_at, q.deleted_at, q.configured, q.lease_time, q.retry_limit, q.retry_delay, q.priority, q.max_size, q.ttl, q.dead_letter_queue, q.dlq_after_max_retries, q.delayed_processing, q.window_buffer, q.retention_seconds, q.completed_retention_seconds, q.retention_enabled, q.encryption_enabled, q.max_wait_time_seconds, q.min_pop_wait_time, q.dedup_window_seconds, q.retention_sink_hold, q.retention_sink_hold_max_seconds, q.retain_seconds, q.remind_at, q.unkeyed_lanes from ferrymq.queues q
 where q.id = $1::int and q.deleted_at is null
 `
 
@@ -385,6 +388,7 @@ func (q *Queries) QueueRead(ctx context.Context, arg QueueReadParams) (FerrymqQu
 		&i.RetentionSinkHoldMaxSeconds,
 		&i.RetainSeconds,
 		&i.RemindAt,
+		&i.UnkeyedLanes,
 	)
 	return i, err
 }

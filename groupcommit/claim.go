@@ -218,6 +218,7 @@ func (e *Engine) lists(claims []*claim, now time.Time) ([]*list, db.ClaimPartiti
 			p.SlotSeconds = append(p.SlotSeconds, seconds)
 			p.SlotAutoAcks = append(p.SlotAutoAcks, c.autoAck)
 			p.SlotDiscoveries = append(p.SlotDiscoveries, c.discovery)
+			p.SlotConsumers = append(p.SlotConsumers, c.consumer)
 		}
 		from, indexFirst := -l.partition, false
 		if l.partition == 0 {
@@ -232,6 +233,7 @@ func (e *Engine) lists(claims []*claim, now time.Time) ([]*list, db.ClaimPartiti
 		p.ListWants = append(p.ListWants, want)
 		p.ListSlots = append(p.ListSlots, int32(len(l.claims)))
 		p.ListFrames = append(p.ListFrames, !e.park.partial(l.group.ID))
+		p.ListLimiteds = append(p.ListLimiteds, l.group.MaxInFlight > 0)
 		for _, h := range l.hints {
 			p.HintLists = append(p.HintLists, no)
 			p.HintPartitions = append(p.HintPartitions, h)
