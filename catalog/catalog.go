@@ -84,8 +84,26 @@ type Group struct {
 	// Registered groups have a cursor on every partition of the queue; others only where a partition pop made one.
 	Registered bool
 	Start      Start
-	seeding    *seeding // nil once every partition that existed at registration has its cursor
+	// Lanes is how a subscription is delivered; nil for a group of the /api/v1 routes.
+	Lanes   *Policy
+	seeding *seeding // nil once every partition that existed at registration has its cursor
 }
+
+// Policy is how the lanes of a subscription are delivered: one message at a time each.
+type Policy struct {
+	LeaseSeconds int32
+	MaxAttempts  int32         // 0: no limit
+	Initial      time.Duration // of the backoff: it grows by Multiplier with each failed attempt, up to Max
+	Max          time.Duration
+	Multiplier   float64
+	CountExpired bool // a lease that ended is a failed attempt
+	MaxInFlight  int32
+	Paused       bool
+	TraceFull    bool
+}
+
+// Limited says whether the messages in flight of a subscription are counted exactly.
+func (g *Group) Limited() bool { return g.Lanes != nil && g.Lanes.MaxInFlight > 0 }
 
 // Start says where a (group, partition) without a cursor begins. A nil At means the moment of the first contact.
 type Start struct {
@@ -115,12 +133,13 @@ type Catalog struct {
 	project int32
 	onSeed  func(group int32) // a chunk of cursors was made: parked pops look again
 
-	queues     *cache[string, *Queue]
-	partitions *cache[name, *Partition]
-	public     *cache[uuid.UUID, *Partition]
-	groups     *cache[name, *Group]
-	met        *cache[pair, struct{}]
-	discovered *cache[discovery, struct{}]
+	queues        *cache[string, *Queue]
+	partitions    *cache[name, *Partition]
+	public        *cache[uuid.UUID, *Partition]
+	groups        *cache[name, *Group]
+	subscriptions *cache[string, *Group]
+	met           *cache[pair, struct{}]
+	discovered    *cache[discovery, struct{}]
 
 	firsts singleflight.Group // first uses of a name: one of many callers creates, the others get its result
 
@@ -143,14 +162,15 @@ const (
 func New(stop context.Context, pool *pgxpool.Pool, project int32, onSeed func(group int32)) *Catalog {
 	return &Catalog{
 		pool: pool, q: db.New(db.Patient{Pool: pool}), project: project, onSeed: onSeed, stop: stop,
-		queues:     newCache[string, *Queue](maxQueues),
-		partitions: newCache[name, *Partition](maxPartitions),
-		public:     newCache[uuid.UUID, *Partition](maxPartitions),
-		groups:     newCache[name, *Group](maxGroups),
-		met:        newCache[pair, struct{}](maxPartitions),
-		discovered: newCache[discovery, struct{}](maxGroups),
-		seeds:      make(map[int32]*seeding),
-		seedRoom:   make(chan struct{}, 2),
+		queues:        newCache[string, *Queue](maxQueues),
+		partitions:    newCache[name, *Partition](maxPartitions),
+		public:        newCache[uuid.UUID, *Partition](maxPartitions),
+		groups:        newCache[name, *Group](maxGroups),
+		subscriptions: newCache[string, *Group](maxGroups),
+		met:           newCache[pair, struct{}](maxPartitions),
+		discovered:    newCache[discovery, struct{}](maxGroups),
+		seeds:         make(map[int32]*seeding),
+		seedRoom:      make(chan struct{}, 2),
 	}
 }
 
@@ -489,6 +509,22 @@ func (c *Catalog) found(id int64, public uuid.UUID, queue int32, n string, tail 
 	p.SeenTail(tail)
 	c.public.set(public, p)
 	return p
+}
+
+// ByID finds partitions of one queue by the ids of their rows; others are missing from the result.
+func (c *Catalog) ByID(ctx context.Context, queue int32, ids []int64) (map[int64]*Partition, error) {
+	if len(ids) == 0 {
+		return nil, nil
+	}
+	rows, err := c.q.PartitionFindIDs(ctx, db.PartitionFindIDsParams{QueueID: queue, Ids: ids})
+	if err != nil {
+		return nil, err
+	}
+	out := make(map[int64]*Partition, len(rows))
+	for _, f := range rows {
+		out[f.ID] = c.found(f.ID, f.PublicID, f.QueueID, f.Name, f.NextOffset)
+	}
+	return out, nil
 }
 
 // Claimed remembers a partition that a claim returned, so that its acks find it without a look-up.

@@ -142,7 +142,11 @@ func (c *Catalog) seed(g *Group) *seeding {
 		delete(c.seeds, g.ID)
 		c.mu.Unlock()
 		// The next look-up reads that the group is seeded.
-		c.groups.drop(name{g.QueueID, g.Name})
+		if g.Lanes != nil {
+			c.subscriptions.drop(g.Name)
+		} else {
+			c.groups.drop(name{g.QueueID, g.Name})
+		}
 		close(s.done)
 		c.onSeed(g.ID)
 	}()

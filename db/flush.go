@@ -84,6 +84,24 @@ func (f *Flush) SettleCursors(arg SettleCursorsParams, dst *[]SettleCursorsRow) 
 	})
 }
 
+// SettleLanes queues the statement of that name.
+func (f *Flush) SettleLanes(arg SettleLanesParams, dst *[]SettleLanesRow) {
+	collect(f.batch.Queue(SettleLanes, arg.Ns, arg.GroupIds, arg.PartitionIds, arg.LeaseIds, arg.Actions, arg.Delays, arg.Reaches, arg.Errors, arg.Signatures,
+		arg.DeadIds, arg.MessageIds, arg.TransactionIds, arg.KeyNos, arg.Codecs, arg.Frames, arg.CreatedAts), dst, func(r pgx.Rows, i *SettleLanesRow) error {
+		return r.Scan(&i.N, &i.Outcome, &i.Committed, &i.Pending, &i.DueMs)
+	})
+}
+
+// ExtendLanes queues the statement of that name.
+func (f *Flush) ExtendLanes(arg ExtendLanesParams, dst *[]ExtendLanesRow) {
+	collect(f.batch.Queue(ExtendLanes, arg.Ns, arg.GroupIds, arg.PartitionIds, arg.LeaseIds, arg.Seconds), dst, func(r pgx.Rows, i *ExtendLanesRow) error {
+		return r.Scan(&i.N, &i.LeaseUntil)
+	})
+}
+
+// LockGroups queues the statement of that name.
+func (f *Flush) LockGroups(arg LockGroupsParams) { f.batch.Queue(LockGroups, arg.Ids) }
+
 // RestoreCursors queues the statement of that name.
 func (f *Flush) RestoreCursors(arg RestoreCursorsParams) {
 	f.batch.Queue(RestoreCursors, arg.GroupIds, arg.PartitionIds, arg.StartOffsets, arg.EndOffsets, arg.Rests)

@@ -433,3 +433,127 @@ func (q *Queries) SeedLock(ctx context.Context, arg SeedLockParams) ([]int64, er
 	}
 	return items, nil
 }
+
+const SubscriptionCreate = `-- name: SubscriptionCreate :one
+insert into ferrymq.groups (queue_id, kind, project_id, name, registered, start_mode, start_at)
+values ($1::int, 1, $2::int, $3::text, true, $4::text, coalesce($5::timestamptz, clock_timestamp()))
+on conflict do nothing
+returning id
+`
+
+type SubscriptionCreateParams struct {
+	QueueID   int32
+	ProjectID int32
+	Name      string
+	StartMode string
+	StartAt   *time.Time
+}
+
+// Needs QueueLock in the same transaction. No row: the name is taken in the project. A null start_at means this moment.
+func (q *Queries) SubscriptionCreate(ctx context.Context, arg SubscriptionCreateParams) (int32, error) {
+	row := q.db.QueryRow(ctx, SubscriptionCreate,
+		arg.QueueID,
+		arg.ProjectID,
+		arg.Name,
+		arg.StartMode,
+		arg.StartAt,
+	)
+	var id int32
+	err := row.Scan(&id)
+	return id, err
+}
+
+const SubscriptionGet = `-- name: SubscriptionGet :one
+select g.id, g.queue_id, q.name as queue, g.name, g.start_mode, g.start_at, g.seeded, g.lease_seconds, g.max_attempts, g.backoff_initial, g.backoff_multiplier,
+       g.backoff_max, g.count_expired_leases, g.max_in_flight, g.paused, g.trace_full, g.created_at
+from ferrymq.groups g
+join ferrymq.queues q on q.id = g.queue_id and q.deleted_at is null
+where g.project_id = $1::int and g.kind = 1 and g.name = $2::text and g.deleted_at is null
+`
+
+type SubscriptionGetParams struct {
+	ProjectID int32
+	Name      string
+}
+
+type SubscriptionGetRow struct {
+	ID                 int32
+	QueueID            int32
+	Queue              string
+	Name               string
+	StartMode          string
+	StartAt            time.Time
+	Seeded             bool
+	LeaseSeconds       int32
+	MaxAttempts        int32
+	BackoffInitial     int64
+	BackoffMultiplier  float64
+	BackoffMax         int64
+	CountExpiredLeases bool
+	MaxInFlight        int32
+	Paused             bool
+	TraceFull          bool
+	CreatedAt          time.Time
+}
+
+func (q *Queries) SubscriptionGet(ctx context.Context, arg SubscriptionGetParams) (SubscriptionGetRow, error) {
+	row := q.db.QueryRow(ctx, SubscriptionGet, arg.ProjectID, arg.Name)
+	var i SubscriptionGetRow
+	err := row.Scan(
+		&i.ID,
+		&i.QueueID,
+		&i.Queue,
+		&i.Name,
+		&i.StartMode,
+		&i.StartAt,
+		&i.Seeded,
+		&i.LeaseSeconds,
+		&i.MaxAttempts,
+		&i.BackoffInitial,
+		&i.BackoffMultiplier,
+		&i.BackoffMax,
+		&i.CountExpiredLeases,
+		&i.MaxInFlight,
+		&i.Paused,
+		&i.TraceFull,
+		&i.CreatedAt,
+	)
+	return i, err
+}
+
+const SubscriptionSet = `-- name: SubscriptionSet :exec
+update ferrymq.groups g
+set lease_seconds = $1::int, max_attempts = $2::int, backoff_initial = $3::bigint,
+    backoff_multiplier = $4::double precision, backoff_max = $5::bigint, count_expired_leases = $6::boolean,
+    max_in_flight = $7::int, paused = $8::boolean, trace_full = $9::boolean, updated_at = clock_timestamp()
+where g.id = $10::int
+`
+
+type SubscriptionSetParams struct {
+	LeaseSeconds       int32
+	MaxAttempts        int32
+	BackoffInitial     int64
+	BackoffMultiplier  float64
+	BackoffMax         int64
+	CountExpiredLeases bool
+	MaxInFlight        int32
+	Paused             bool
+	TraceFull          bool
+	ID                 int32
+}
+
+func (q *Queries) SubscriptionSet(ctx context.Context, arg SubscriptionSetParams) error {
+	_, err := q.db.Exec(ctx, SubscriptionSet,
+		arg.LeaseSeconds,
+		arg.MaxAttempts,
+		arg.BackoffInitial,
+		arg.BackoffMultiplier,
+		arg.BackoffMax,
+		arg.CountExpiredLeases,
+		arg.MaxInFlight,
+		arg.Paused,
+		arg.TraceFull,
+		arg.ID,
+	)
+	return err
+}

@@ -38,6 +38,51 @@ func (q *Queries) DedupStart(ctx context.Context, arg DedupStartParams) (DedupSt
 	return i, err
 }
 
+const PartitionFindIDs = `-- name: PartitionFindIDs :many
+select p.id, p.public_id, p.queue_id, p.name, p.next_offset
+from ferrymq.partitions p
+where p.id = any($1::bigint[]) and p.queue_id = $2::int
+`
+
+type PartitionFindIDsParams struct {
+	Ids     []int64
+	QueueID int32
+}
+
+type PartitionFindIDsRow struct {
+	ID         int64
+	PublicID   uuid.UUID
+	QueueID    int32
+	Name       string
+	NextOffset int64
+}
+
+func (q *Queries) PartitionFindIDs(ctx context.Context, arg PartitionFindIDsParams) ([]PartitionFindIDsRow, error) {
+	rows, err := q.db.Query(ctx, PartitionFindIDs, arg.Ids, arg.QueueID)
+	if err != nil {
+		return nil, err
+	}
+	defer rows.Close()
+	var items []PartitionFindIDsRow
+	for rows.Next() {
+		var i PartitionFindIDsRow
+		if err := rows.Scan(
+			&i.ID,
+			&i.PublicID,
+			&i.QueueID,
+			&i.Name,
+			&i.NextOffset,
+		); err != nil {
+			return nil, err
+		}
+		items = append(items, i)
+	}
+	if err := rows.Err(); err != nil {
+		return nil, err
+	}
+	return items, nil
+}
+
 const PartitionFindMany = `-- name: PartitionFindMany :many
 select p.id, p.public_id, p.queue_id, p.name, p.next_offset
 from rows from (unnest($1::int[]), unnest($2::text[])) as t (queue_id, name)

@@ -22,7 +22,10 @@ type Span struct {
 	Take      int64
 	Segments  []Segment
 
-	lease time.Duration
+	Attempt int32 // of a lane: which delivery of its message this is, from 1
+
+	exhausted bool // the lease of a lane's last attempt ended: only its dead letter is left to file
+	lease     time.Duration
 }
 
 // Segment is one stored segment, as read.
@@ -31,6 +34,7 @@ type Segment struct {
 	Count     int32
 	KeyNo     int16
 	Codec     int16
+	OnlyGroup int32 // the group it was put back for, 0: for all
 	CreatedAt time.Time
 	FirstID   uuid.UUID
 	Keys      []byte
@@ -48,7 +52,8 @@ type claim struct {
 	seconds   int32 // 0: the queue's
 	autoAck   bool
 	discovery bool
-	wait      bool // park when there is nothing
+	consumer  string // of lanes
+	wait      bool   // park when there is nothing
 
 	// Written by whoever works on the claim: the flush it rides on, or parking under its lock.
 	scan  bool    // look at the index, not only at hints
@@ -130,6 +135,10 @@ func (e *Engine) giveBack(c *claim, spans []*Span, rest *Span) (done []chan stru
 			r := &restore{queue: s.Queue.ID, group: s.Group.ID, partition: s.Row.ID, start: s.Start, end: s.Start + s.Take, rest: rest == s,
 				lane: s.Partition.Lane, done: end}
 			e.boardRestore(r)
+			continue
+		}
+		if c.group.Lanes != nil {
+			e.boardSettle(&settle{group: s.Group, partition: s.Partition, row: &s.Row, Lease: c.lease, Expected: s.Start, Action: actRelease, done: end})
 			continue
 		}
 		action := int32(actGiveBack)
@@ -233,7 +242,7 @@ func (e *Engine) lists(claims []*claim, now time.Time) ([]*list, db.ClaimPartiti
 		p.ListWants = append(p.ListWants, want)
 		p.ListSlots = append(p.ListSlots, int32(len(l.claims)))
 		p.ListFrames = append(p.ListFrames, !e.park.partial(l.group.ID))
-		p.ListLimiteds = append(p.ListLimiteds, l.group.MaxInFlight > 0)
+		p.ListLimiteds = append(p.ListLimiteds, l.group.Limited())
 		for _, h := range l.hints {
 			p.HintLists = append(p.HintLists, no)
 			p.HintPartitions = append(p.HintPartitions, h)
@@ -277,7 +286,7 @@ func (e *Engine) deliverClaims(lists []*list, rows []db.ClaimPartitionsRow) {
 		spans := got[r.SlotNo]
 		if n := len(spans); n == 0 || spans[n-1].Row.ID != r.PartitionID {
 			p := e.Catalog.Claimed(l.group.QueueID, r.PartitionID, r.PublicID, r.Name, r.NextOffset)
-			spans = append(spans, &Span{Queue: c.queue, Group: l.group, Partition: p, Row: catalog.Row{ID: r.PartitionID, PublicID: r.PublicID}, Start: r.StartOffset, Take: r.Take,
+			spans = append(spans, &Span{Queue: c.queue, Group: l.group, Partition: p, Row: catalog.Row{ID: r.PartitionID, PublicID: r.PublicID}, Start: r.StartOffset, Take: r.Take, Attempt: r.Attempt, exhausted: r.Exhausted,
 				lease: time.Duration(r.LeaseMs) * time.Millisecond})
 			got[r.SlotNo] = spans
 			if c.autoAck {
@@ -285,7 +294,7 @@ func (e *Engine) deliverClaims(lists []*list, rows []db.ClaimPartitionsRow) {
 			}
 		}
 		s := spans[len(spans)-1]
-		s.Segments = append(s.Segments, Segment{Base: r.BaseOffset, Count: r.Count, KeyNo: r.KeyNo, Codec: r.Codec,
+		s.Segments = append(s.Segments, Segment{Base: r.BaseOffset, Count: r.Count, KeyNo: r.KeyNo, Codec: r.Codec, OnlyGroup: r.OnlyGroup,
 			CreatedAt: r.CreatedAt, FirstID: r.FirstID, Keys: r.Keys, Frames: r.Frames})
 	}
 	i := 0
@@ -296,6 +305,14 @@ func (e *Engine) deliverClaims(lists []*list, rows []db.ClaimPartitionsRow) {
 			spans := got[i]
 			i++
 			c.looked.Store(true)
+			passed := false
+			if l.group.Lanes != nil {
+				if spans, passed = e.passOver(c, spans); passed && len(spans) == 0 && c.tries < 20 {
+					c.tries++
+					e.boardClaim(c)
+					continue
+				}
+			}
 			full = full && len(spans) > 0
 			switch {
 			case len(spans) > 0:

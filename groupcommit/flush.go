@@ -3,6 +3,7 @@ package groupcommit
 import (
 	"context"
 	"errors"
+	"slices"
 	"strconv"
 	"time"
 
@@ -57,11 +58,12 @@ func (f *flusher) flush(b *board) error {
 			locks.Reaches = append(locks.Reaches, 1<<63-1)
 		}
 	}
-	settled := settleParams(settles)
-	for i, s := range settles {
-		if reach := settled.Reaches[i]; reach >= 0 {
+	ofLanes := slices.DeleteFunc(slices.Clone(settles), func(s *settle) bool { return !s.ofLane() })
+	others := slices.DeleteFunc(slices.Clone(settles), (*settle).ofLane)
+	for _, s := range settles {
+		if s.reached = s.lockReach(); s.reached >= 0 {
 			locks.Ids = append(locks.Ids, s.row.ID)
-			locks.Reaches = append(locks.Reaches, reach)
+			locks.Reaches = append(locks.Reaches, s.reached)
 		}
 		cursors.add(s.group.ID, s.row.ID, s.Lease)
 	}
@@ -93,17 +95,35 @@ func (f *flusher) flush(b *board) error {
 		batch.MarkPending(db.MarkPendingParams{Pushed: pushed})
 	}
 	var moved []db.SettleCursorsRow
-	if len(settles) > 0 {
-		batch.SettleCursors(settled, &moved)
+	if len(others) > 0 {
+		batch.SettleCursors(settleParams(others), &moved)
+	}
+	var passed []db.SettleLanesRow
+	if len(ofLanes) > 0 {
+		batch.SettleLanes(settleLanesParams(ofLanes), &passed)
 	}
 	if len(b.restores) > 0 {
 		batch.RestoreCursors(restoreParams(b.restores))
 	}
 	var extended []db.ExtendLeasesRow
-	if len(b.extends) > 0 {
-		batch.ExtendLeases(extendParams(b.extends), &extended)
+	var extendedLanes []db.ExtendLanesRow
+	leases, lanes := extendParams(b.extends)
+	if len(leases.Ns) > 0 {
+		batch.ExtendLeases(leases, &extended)
+	}
+	if len(lanes.Ns) > 0 {
+		batch.ExtendLanes(lanes, &extendedLanes)
 	}
 	var claimed []db.ClaimPartitionsRow
+	var limited []int32
+	for _, l := range lists {
+		if l.group.Limited() {
+			limited = append(limited, l.group.ID)
+		}
+	}
+	if len(limited) > 0 {
+		batch.LockGroups(db.LockGroupsParams{Ids: limited})
+	}
 	if len(claims) > 0 {
 		batch.ClaimPartitions(claimParams, &claimed)
 	}
@@ -132,9 +152,13 @@ func (f *flusher) flush(b *board) error {
 
 	var hints, tell []Hint
 	hints = f.deliverPushes(hints, entries, inOrder, locked, appended, created)
+	for _, r := range passed {
+		ofLanes[r.N].apply(e, laneSettled(r))
+	}
 	for _, r := range moved {
-		s := settles[r.N]
-		s.apply(e, r)
+		others[r.N].apply(e, r)
+	}
+	for _, s := range settles {
 		if h, here, ok := s.hint(); here {
 			hints = append(hints, h)
 		} else if ok {
@@ -145,6 +169,9 @@ func (f *flusher) flush(b *board) error {
 		s.finish(nil)
 	}
 	for _, r := range extended {
+		b.extends[r.N].until = r.LeaseUntil
+	}
+	for _, r := range extendedLanes {
 		b.extends[r.N].until = r.LeaseUntil
 	}
 	for _, x := range b.extends {

@@ -6,6 +6,7 @@ import (
 
 	"github.com/google/uuid"
 
+	"ferrymq/catalog"
 	"ferrymq/segment"
 )
 
@@ -27,6 +28,7 @@ type cursorKey struct {
 type held struct {
 	lease     uuid.UUID
 	until     time.Time // by this broker's clock; about
+	partition *catalog.Partition
 	committed int64
 	end       int64
 	parts     []keyed
@@ -50,7 +52,7 @@ func newHolding() *holding {
 
 // add remembers a batch.
 func (h *holding) add(lease uuid.UUID, s *Span) {
-	n := &held{lease: lease, until: time.Now().Add(s.lease), committed: s.Start, end: s.Start + s.Take}
+	n := &held{lease: lease, partition: s.Partition, until: time.Now().Add(s.lease), committed: s.Start, end: s.Start + s.Take}
 	for _, g := range s.Segments {
 		n.parts = append(n.parts, keyed{base: g.Base, count: int(g.Count), first: g.FirstID, keys: g.Keys})
 	}
@@ -117,6 +119,16 @@ func (h *holding) live(group int32, partition int64) bool {
 	}
 	n.missed = true
 	return true
+}
+
+// partition is that of a batch that is held here, or nil.
+func (h *holding) partition(group int32, partition int64) *catalog.Partition {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	if n := h.find(cursorKey{group, partition}); n != nil {
+		return n.partition
+	}
+	return nil
 }
 
 // extended notes how long a lease lasts now.

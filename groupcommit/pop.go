@@ -31,6 +31,8 @@ type Pop struct {
 	// Set by Engine.Pop.
 	QueueID int32         // that of Queue, once it has been found
 	Parked  time.Duration // how much of the call was spent parked
+
+	consumer string // of lanes
 }
 
 // Delivery is what a pop got. Release gives it back.
@@ -173,7 +175,7 @@ func (e *Engine) forgetGone(g *catalog.Group, err error) error {
 }
 
 func (e *Engine) newClaim(p *Pop, q *catalog.Queue, g *catalog.Group, lease uuid.UUID, budget, parts int64) *claim {
-	return &claim{queue: q, group: g, lease: lease, budget: budget, parts: max(parts, 1), seconds: p.Seconds, autoAck: p.AutoAck, done: make(chan struct{})}
+	return &claim{queue: q, group: g, lease: lease, budget: budget, parts: max(parts, 1), seconds: p.Seconds, autoAck: p.AutoAck, consumer: p.consumer, done: make(chan struct{})}
 }
 
 // await boards a claim and waits for its answer, its deadline, or the end of the caller.

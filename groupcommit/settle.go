@@ -19,6 +19,14 @@ const (
 	actGiveBack   = 4
 	actRest       = 5
 
+	// Of lanes, in the statement SettleLanes less by laneActions.
+	laneActions = 10
+	actAck      = laneActions
+	actNack     = laneActions + 1
+	actRelease  = laneActions + 2
+	actExhaust  = laneActions + 3
+	actPass     = laneActions + 4
+
 	outApplied  = 0
 	outFiled    = 1
 	outNeedCopy = 2
@@ -26,7 +34,7 @@ const (
 	outDropped  = 4
 )
 
-// settle moves one cursor, fenced by a lease and by the offset it was decided on.
+// settle moves one cursor, fenced by a lease and by the offset it was decided on. Of a lane, Expected is the offset that was delivered.
 type settle struct {
 	group     *catalog.Group
 	partition *catalog.Partition
@@ -38,6 +46,8 @@ type settle struct {
 	FailedAt  int64
 	Copy      *deadCopy
 	Error     string
+	Signature string
+	Delay     time.Duration // of a nack; negative: as the policy says
 
 	Applied   bool
 	Outcome   int32
@@ -45,8 +55,9 @@ type settle struct {
 	Released  bool
 	Pending   bool
 	DueMs     int64
-	foreign   bool // another broker delivered what this ended
-	missed    bool // a hint came while it was leased
+	reached   int64 // what LockPartitions was given, or -1
+	foreign   bool  // another broker delivered what this ended
+	missed    bool  // a hint came while it was leased
 	Err       error
 	done      chan struct{} // nil: nobody waits
 }
@@ -61,8 +72,16 @@ type deadCopy struct {
 	createdAt     time.Time
 }
 
+func (s *settle) ofLane() bool { return s.Action >= laneActions }
+
 // reach is the highest offset the settle can move the cursor to.
 func (s *settle) reach() int64 {
+	switch {
+	case s.Action == actRelease:
+		return -1
+	case s.ofLane():
+		return s.Expected + 1
+	}
 	if s.Action == actGiveBack || s.Action == actRest {
 		return -1
 	}
@@ -78,12 +97,17 @@ func (s *settle) drains() bool { return s.reach() >= s.partition.Tail() }
 // leavesWork guesses whether the partition will have something to deliver once the settle is applied.
 func (s *settle) leavesWork() bool {
 	switch s.Action {
-	case actComplete, actDeadLetter:
+	case actComplete, actDeadLetter, actAck, actExhaust, actPass:
 		return s.partition.Tail() > s.reach()
-	case actRetry, actGiveBack:
+	case actRetry, actGiveBack, actRelease:
 		return true
 	}
 	return false // failed: perhaps delayed
+}
+
+// laneSettled is the outcome of a settle of a lane in terms of the others.
+func laneSettled(r db.SettleLanesRow) db.SettleCursorsRow {
+	return db.SettleCursorsRow{N: r.N, Outcome: r.Outcome, Committed: r.Committed, Released: r.Outcome != outNeedCopy, Pending: r.Pending, DueMs: r.DueMs}
 }
 
 func (s *settle) apply(e *Engine, r db.SettleCursorsRow) {
@@ -141,11 +165,7 @@ func settleParams(settles []*settle) db.SettleCursorsParams {
 		p.Actions = append(p.Actions, s.Action)
 		p.MoveTos = append(p.MoveTos, s.MoveTo)
 		p.FailedAts = append(p.FailedAts, s.FailedAt)
-		reach := int64(-1)
-		if s.drains() {
-			reach = s.reach()
-		}
-		p.Reaches = append(p.Reaches, reach)
+		p.Reaches = append(p.Reaches, s.reached)
 		c := s.Copy
 		if c == nil {
 			c = &deadCopy{frames: []byte{}}
@@ -160,6 +180,44 @@ func settleParams(settles []*settle) db.SettleCursorsParams {
 		p.CreatedAts = append(p.CreatedAts, c.createdAt)
 	}
 	return p
+}
+
+func settleLanesParams(settles []*settle) (p db.SettleLanesParams) {
+	for i, s := range settles {
+		p.Ns = append(p.Ns, int32(i))
+		p.GroupIds = append(p.GroupIds, s.group.ID)
+		p.PartitionIds = append(p.PartitionIds, s.row.ID)
+		p.LeaseIds = append(p.LeaseIds, s.Lease)
+		p.Actions = append(p.Actions, s.Action-laneActions)
+		delay := int64(-1)
+		if s.Delay >= 0 {
+			delay = s.Delay.Milliseconds()
+		}
+		p.Delays = append(p.Delays, delay)
+		p.Reaches = append(p.Reaches, s.reached)
+		p.Errors = append(p.Errors, s.Error)
+		p.Signatures = append(p.Signatures, s.Signature)
+		c := s.Copy
+		if c == nil {
+			c = &deadCopy{frames: []byte{}}
+		}
+		p.DeadIds = append(p.DeadIds, c.id)
+		p.MessageIds = append(p.MessageIds, c.messageID)
+		p.TransactionIds = append(p.TransactionIds, c.transactionID)
+		p.KeyNos = append(p.KeyNos, c.keyNo)
+		p.Codecs = append(p.Codecs, c.codec)
+		p.Frames = append(p.Frames, c.frames)
+		p.CreatedAts = append(p.CreatedAts, c.createdAt)
+	}
+	return p
+}
+
+// lockReach is the offset that LockPartitions is given for the settle, or -1 when it cannot drain the partition.
+func (s *settle) lockReach() int64 {
+	if s.drains() {
+		return s.reach()
+	}
+	return -1
 }
 
 // lockSet is the arguments of LockCursors being collected.
@@ -228,6 +286,7 @@ type extend struct {
 	partition int64
 	lease     uuid.UUID
 	seconds   int32
+	lane      bool // the end is set, not only put off
 
 	also  []*extend // the same lease on the same cursor: one row cannot be updated twice in one statement
 	until time.Time // zero: the lease had ended
@@ -269,13 +328,17 @@ func merge(extends []*extend) []*extend {
 	return kept
 }
 
-func extendParams(xs []*extend) (p db.ExtendLeasesParams) {
+func extendParams(xs []*extend) (leases db.ExtendLeasesParams, lanes db.ExtendLanesParams) {
 	for i, x := range xs {
+		p := &leases
+		if x.lane {
+			p = (*db.ExtendLeasesParams)(&lanes)
+		}
 		p.Ns = append(p.Ns, int32(i))
 		p.GroupIds = append(p.GroupIds, x.group)
 		p.PartitionIds = append(p.PartitionIds, x.partition)
 		p.LeaseIds = append(p.LeaseIds, x.lease)
 		p.Seconds = append(p.Seconds, x.seconds)
 	}
-	return p
+	return leases, lanes
 }

@@ -384,15 +384,25 @@ func (e *Engine) sideSettle(s *settle) {
 	var rows []db.SettleCursorsRow
 	err := e.alone(func(ctx context.Context, q *db.Queries) error {
 		rows = nil
-		p := settleParams([]*settle{s})
-		if _, err := q.LockPartitions(ctx, db.LockPartitionsParams{Ids: []int64{s.row.ID}, Reaches: []int64{s.reach()}}); err != nil {
+		s.reached = s.reach()
+		locks := db.LockPartitionsParams{Ids: []int64{s.row.ID}, Reaches: []int64{s.reached}}
+		if _, err := q.LockPartitions(ctx, locks); err != nil {
 			return err
 		}
-		if err := q.LockCursors(ctx, db.LockCursorsParams{Pushed: []int64{}, GroupIds: p.GroupIds, PartitionIds: p.PartitionIds, LeaseIds: p.LeaseIds}); err != nil {
+		cursor := lockSet{db.LockCursorsParams{Pushed: []int64{}}}
+		cursor.add(s.group.ID, s.row.ID, s.Lease)
+		if err := q.LockCursors(ctx, cursor.LockCursorsParams); err != nil {
+			return err
+		}
+		if s.ofLane() {
+			passed, err := q.SettleLanes(ctx, settleLanesParams([]*settle{s}))
+			for _, r := range passed {
+				rows = append(rows, laneSettled(r))
+			}
 			return err
 		}
 		var err error
-		rows, err = q.SettleCursors(ctx, p)
+		rows, err = q.SettleCursors(ctx, settleParams([]*settle{s}))
 		return err
 	})
 	if err != nil {

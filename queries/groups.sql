@@ -109,3 +109,24 @@ where exists (select from ferrymq.cursors c where c.group_id = g.id and c.pendin
               and (c.lease_until is null or c.lease_until < clock_timestamp()))
 order by g.id <= @after::int, g.id
 limit @max::bigint;
+
+-- name: SubscriptionGet :one
+select g.id, g.queue_id, q.name as queue, g.name, g.start_mode, g.start_at, g.seeded, g.lease_seconds, g.max_attempts, g.backoff_initial, g.backoff_multiplier,
+       g.backoff_max, g.count_expired_leases, g.max_in_flight, g.paused, g.trace_full, g.created_at
+from ferrymq.groups g
+join ferrymq.queues q on q.id = g.queue_id and q.deleted_at is null
+where g.project_id = @project_id::int and g.kind = 1 and g.name = @name::text and g.deleted_at is null;
+
+-- name: SubscriptionCreate :one
+-- Needs QueueLock in the same transaction. No row: the name is taken in the project. A null start_at means this moment.
+insert into ferrymq.groups (queue_id, kind, project_id, name, registered, start_mode, start_at)
+values (@queue_id::int, 1, @project_id::int, @name::text, true, @start_mode::text, coalesce(sqlc.narg('start_at')::timestamptz, clock_timestamp()))
+on conflict do nothing
+returning id;
+
+-- name: SubscriptionSet :exec
+update ferrymq.groups g
+set lease_seconds = @lease_seconds::int, max_attempts = @max_attempts::int, backoff_initial = @backoff_initial::bigint,
+    backoff_multiplier = @backoff_multiplier::double precision, backoff_max = @backoff_max::bigint, count_expired_leases = @count_expired_leases::boolean,
+    max_in_flight = @max_in_flight::int, paused = @paused::boolean, trace_full = @trace_full::boolean, updated_at = clock_timestamp()
+where g.id = @id::int;

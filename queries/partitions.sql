@@ -15,6 +15,11 @@ from ferrymq.partitions p
 join ferrymq.queues q on q.id = p.queue_id and q.deleted_at is null and q.project_id = @project_id::int
 where p.public_id = any(@public_ids::uuid[]);
 
+-- name: PartitionFindIDs :many
+select p.id, p.public_id, p.queue_id, p.name, p.next_offset
+from ferrymq.partitions p
+where p.id = any(@ids::bigint[]) and p.queue_id = @queue_id::int;
+
 -- name: PartitionLock :one
 select p.id, p.next_offset, p.first_offset from ferrymq.partitions p
 where p.id = @id::bigint
