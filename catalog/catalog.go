@@ -6,6 +6,7 @@ package catalog
 import (
 	"context"
 	"errors"
+	"strconv"
 	"strings"
 	"sync"
 	"sync/atomic"
@@ -33,6 +34,8 @@ type Queue = db.FerrymqQueue
 type Partition struct {
 	QueueID int32
 	Name    string
+	// Hidden ones carry the messages without a key of a stream; no name reaches them.
+	Hidden bool
 	// Lane is the same for the same (queue, name) everywhere: what works on a partition takes turns by it.
 	Lane uint64
 
@@ -115,8 +118,9 @@ type Start struct {
 func All() Start { epoch := time.Unix(0, 0).UTC(); return Start{Mode: "all", At: &epoch} }
 
 type name struct {
-	queue int32
-	name  string
+	queue  int32
+	name   string
+	hidden bool // of a partition
 }
 
 type pair struct {
@@ -282,7 +286,7 @@ func (c *Catalog) joinDiscovery(ctx context.Context, q *db.Queries, queue *Queue
 // seedJoined makes the cursors of groups that joinDiscovery registered, after its commit.
 func (c *Catalog) seedJoined(ctx context.Context, joined []db.GroupCreateRow) error {
 	for _, row := range joined {
-		g := c.remember(name{row.QueueID, row.Name}, row.ID, true, row.Seeded, Start{Mode: row.StartMode, At: &row.StartAt})
+		g := c.remember(name{queue: row.QueueID, name: row.Name}, row.ID, true, row.Seeded, Start{Mode: row.StartMode, At: &row.StartAt})
 		if done := g.Seeded(); done != nil {
 			select {
 			case <-done:
@@ -447,8 +451,8 @@ func (c *Catalog) ForgetAll() {
 }
 
 // Removed forgets a partition that was cleaned up.
-func (c *Catalog) Removed(queue int32, partition string, id int64, public uuid.UUID) {
-	if p, ok := c.partitions.get(name{queue, partition}); ok {
+func (c *Catalog) Removed(queue int32, partition string, hidden bool, id int64, public uuid.UUID) {
+	if p, ok := c.partitions.get(name{queue, partition, hidden}); ok {
 		if r := p.Row(); r != nil && r.ID == id {
 			p.Forget(r)
 		}
@@ -462,7 +466,7 @@ func (c *Catalog) Known(queue, partition string) (*Queue, *Partition) {
 	if !ok {
 		return nil, nil
 	}
-	p, ok := c.partitions.get(name{q.ID, partition})
+	p, ok := c.partitions.get(name{queue: q.ID, name: partition})
 	if !ok || p.Row() == nil {
 		return nil, nil
 	}
@@ -471,13 +475,31 @@ func (c *Catalog) Known(queue, partition string) (*Queue, *Partition) {
 
 // Partitions finds the partitions of one queue by name, in the order of names. Those that don't exist have no Row yet.
 func (c *Catalog) Partitions(ctx context.Context, q *Queue, names []string) ([]*Partition, error) {
+	return c.find(ctx, q, names, false)
+}
+
+// Unkeyed finds the hidden partitions of a stream by their numbers, like Partitions.
+func (c *Catalog) Unkeyed(ctx context.Context, q *Queue, lanes []int32) ([]*Partition, error) {
+	names := make([]string, len(lanes))
+	for i, n := range lanes {
+		names[i] = "~unkeyed/" + strconv.Itoa(int(n))
+	}
+	return c.find(ctx, q, names, true)
+}
+
+// Again finds the partition of the same name, in a queue that was looked up again.
+func (c *Catalog) Again(ctx context.Context, q *Queue, p *Partition) ([]*Partition, error) {
+	return c.find(ctx, q, []string{p.Name}, p.Hidden)
+}
+
+func (c *Catalog) find(ctx context.Context, q *Queue, names []string, hidden bool) ([]*Partition, error) {
 	out := make([]*Partition, len(names))
 	var ids []int32
 	var unknown []string
 	for i, n := range names {
-		p, ok := c.partitions.get(name{q.ID, n})
+		p, ok := c.partitions.get(name{q.ID, n, hidden})
 		if !ok {
-			p = c.partitions.add(name{q.ID, n}, newPartition(q.ID, n))
+			p = c.partitions.add(name{q.ID, n, hidden}, newPartition(q.ID, n, hidden))
 		}
 		out[i] = p
 		if p.Row() == nil {
@@ -487,22 +509,26 @@ func (c *Catalog) Partitions(ctx context.Context, q *Queue, names []string) ([]*
 	if len(unknown) == 0 {
 		return out, nil
 	}
-	found, err := c.q.PartitionFindMany(ctx, db.PartitionFindManyParams{QueueIds: ids, Names: unknown})
+	found, err := c.q.PartitionFindMany(ctx, db.PartitionFindManyParams{QueueIds: ids, Names: unknown, Hidden: hidden})
 	if err != nil {
 		return nil, err
 	}
 	for _, f := range found {
-		c.found(f.ID, f.PublicID, f.QueueID, f.Name, f.NextOffset)
+		c.found(f.ID, f.PublicID, f.QueueID, f.Name, f.Hidden, f.NextOffset)
 	}
 	return out, nil
 }
 
-func newPartition(queue int32, n string) *Partition {
-	return &Partition{QueueID: queue, Name: n, Lane: xxh3.HashStringSeed(n, uint64(queue))}
+func newPartition(queue int32, n string, hidden bool) *Partition {
+	p := &Partition{QueueID: queue, Name: n, Hidden: hidden, Lane: xxh3.HashStringSeed(n, uint64(queue))}
+	if hidden {
+		p.Lane++
+	}
+	return p
 }
 
-func (c *Catalog) found(id int64, public uuid.UUID, queue int32, n string, tail int64) *Partition {
-	p := c.partitions.add(name{queue, n}, newPartition(queue, n))
+func (c *Catalog) found(id int64, public uuid.UUID, queue int32, n string, hidden bool, tail int64) *Partition {
+	p := c.partitions.add(name{queue, n, hidden}, newPartition(queue, n, hidden))
 	if r := p.Row(); r == nil || r.ID != id {
 		p.Created(Row{ID: id, PublicID: public})
 	}
@@ -522,14 +548,14 @@ func (c *Catalog) ByID(ctx context.Context, queue int32, ids []int64) (map[int64
 	}
 	out := make(map[int64]*Partition, len(rows))
 	for _, f := range rows {
-		out[f.ID] = c.found(f.ID, f.PublicID, f.QueueID, f.Name, f.NextOffset)
+		out[f.ID] = c.found(f.ID, f.PublicID, f.QueueID, f.Name, f.Hidden, f.NextOffset)
 	}
 	return out, nil
 }
 
 // Claimed remembers a partition that a claim returned, so that its acks find it without a look-up.
-func (c *Catalog) Claimed(queue int32, id int64, public uuid.UUID, partition string, tail int64) *Partition {
-	return c.found(id, public, queue, partition, tail)
+func (c *Catalog) Claimed(queue int32, id int64, public uuid.UUID, partition string, hidden bool, tail int64) *Partition {
+	return c.found(id, public, queue, partition, hidden, tail)
 }
 
 // Public finds partitions by the ids that clients know; those of deleted queues, other projects or unknown ones are missing from the result.
@@ -553,7 +579,7 @@ func (c *Catalog) Public(ctx context.Context, ids []uuid.UUID) (map[uuid.UUID]*P
 		return nil, err
 	}
 	for _, f := range found {
-		out[f.PublicID] = c.found(f.ID, f.PublicID, f.QueueID, f.Name, f.NextOffset)
+		out[f.PublicID] = c.found(f.ID, f.PublicID, f.QueueID, f.Name, f.Hidden, f.NextOffset)
 	}
 	return out, nil
 }

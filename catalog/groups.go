@@ -30,7 +30,7 @@ func (g *Group) Seeded() <-chan struct{} {
 
 // Group finds a group that exists, or nil. It makes nothing.
 func (c *Catalog) Group(ctx context.Context, queue int32, group string) (*Group, error) {
-	key := name{queue, group}
+	key := name{queue: queue, name: group}
 	if g, ok := c.groups.get(key); ok {
 		return g, nil
 	}
@@ -45,7 +45,9 @@ func (c *Catalog) Group(ctx context.Context, queue int32, group string) (*Group,
 }
 
 // ForgetGroup drops a group that turned out to be gone.
-func (c *Catalog) ForgetGroup(queue int32, group string) { c.groups.drop(name{queue, group}) }
+func (c *Catalog) ForgetGroup(queue int32, group string) {
+	c.groups.drop(name{queue: queue, name: group})
+}
 
 func (c *Catalog) remember(key name, id int32, registered, seeded bool, start Start) *Group {
 	g := &Group{ID: id, QueueID: key.queue, Name: key.name, Registered: registered, Start: start}
@@ -59,7 +61,7 @@ func (c *Catalog) remember(key name, id int32, registered, seeded bool, start St
 // Register is the first queue-wide contact of a group: it stores where the group starts and gives every partition its cursor.
 // A group that is registered already keeps its start. ErrGone: the queue was deleted.
 func (c *Catalog) Register(ctx context.Context, queue int32, group string, start Start) (*Group, error) {
-	if g, ok := c.groups.get(name{queue, group}); ok && g.Registered {
+	if g, ok := c.groups.get(name{queue: queue, name: group}); ok && g.Registered {
 		return g, nil
 	}
 	return first(ctx, c, fmt.Sprintf("g%d %s", queue, group), func(ctx context.Context) (*Group, error) { return c.registerGroup(ctx, queue, group, start) })
@@ -85,7 +87,7 @@ func (c *Catalog) registerGroup(ctx context.Context, queue int32, group string, 
 	if err != nil {
 		return nil, err
 	}
-	return c.remember(name{queue, group}, row.ID, true, row.Seeded, Start{Mode: row.StartMode, At: &row.StartAt}), nil
+	return c.remember(name{queue: queue, name: group}, row.ID, true, row.Seeded, Start{Mode: row.StartMode, At: &row.StartAt}), nil
 }
 
 // register runs under the queue's row lock: creators of partitions are waited for, later ones see the group and add its cursor themselves.
@@ -145,7 +147,7 @@ func (c *Catalog) seed(g *Group) *seeding {
 		if g.Lanes != nil {
 			c.subscriptions.drop(g.Name)
 		} else {
-			c.groups.drop(name{g.QueueID, g.Name})
+			c.groups.drop(name{queue: g.QueueID, name: g.Name})
 		}
 		close(s.done)
 		c.onSeed(g.ID)
@@ -276,7 +278,7 @@ func (c *Catalog) createUnregistered(ctx context.Context, queue int32, group str
 	if err != nil {
 		return nil, err
 	}
-	return c.remember(name{queue, group}, row.ID, row.Registered, row.Seeded, Start{Mode: row.StartMode, At: &row.StartAt}), nil
+	return c.remember(name{queue: queue, name: group}, row.ID, row.Registered, row.Seeded, Start{Mode: row.StartMode, At: &row.StartAt}), nil
 }
 
 // createPartition makes an empty partition with the cursors of the registered groups.
@@ -284,7 +286,7 @@ func (c *Catalog) createPartition(ctx context.Context, queue *Queue, p *Partitio
 	public, created := uuid.New(), false
 	err := pgx.BeginFunc(ctx, db.Patient{Pool: c.pool}, func(tx pgx.Tx) error {
 		q := c.q.WithTx(tx)
-		made, err := q.CreatePartitions(ctx, db.CreatePartitionsParams{PublicIds: []uuid.UUID{public}, QueueIds: []int32{queue.ID}, Names: []string{p.Name}, Totals: []int64{0},
+		made, err := q.CreatePartitions(ctx, db.CreatePartitionsParams{PublicIds: []uuid.UUID{public}, QueueIds: []int32{queue.ID}, Names: []string{p.Name}, Hiddens: []bool{p.Hidden}, Totals: []int64{0},
 			SegPartitions: []uuid.UUID{}, SegRels: []int64{}, SegCounts: []int32{}, SegKeyNos: []int16{}, SegCodecs: []int16{}, SegFirstIds: []uuid.UUID{}, SegKeys: [][]byte{}, SegFrames: [][]byte{}})
 		if err != nil {
 			return err
@@ -305,13 +307,13 @@ func (c *Catalog) createPartition(ctx context.Context, queue *Queue, p *Partitio
 
 // Resolve reads the row of a partition that may have been created elsewhere. It leaves Row nil when there is none.
 func (c *Catalog) Resolve(ctx context.Context, p *Partition) error {
-	found, err := c.q.PartitionFindMany(ctx, db.PartitionFindManyParams{QueueIds: []int32{p.QueueID}, Names: []string{p.Name}})
+	found, err := c.q.PartitionFindMany(ctx, db.PartitionFindManyParams{QueueIds: []int32{p.QueueID}, Names: []string{p.Name}, Hidden: p.Hidden})
 	if err != nil {
 		return err
 	}
 	for _, f := range found {
 		p.Created(Row{ID: f.ID, PublicID: f.PublicID})
-		c.found(f.ID, f.PublicID, f.QueueID, f.Name, f.NextOffset)
+		c.found(f.ID, f.PublicID, f.QueueID, f.Name, f.Hidden, f.NextOffset)
 	}
 	return nil
 }

@@ -58,7 +58,7 @@ func (f *Flush) AppendSegments(arg AppendSegmentsParams, dst *[]AppendSegmentsRo
 
 // CreatePartitions queues the statement of that name.
 func (f *Flush) CreatePartitions(arg CreatePartitionsParams, dst *[]CreatePartitionsRow) {
-	collect(f.batch.Queue(CreatePartitions, arg.PublicIds, arg.QueueIds, arg.Names, arg.Totals, arg.SegPartitions, arg.SegRels, arg.SegCounts,
+	collect(f.batch.Queue(CreatePartitions, arg.PublicIds, arg.QueueIds, arg.Names, arg.Hiddens, arg.Totals, arg.SegPartitions, arg.SegRels, arg.SegCounts,
 		arg.SegKeyNos, arg.SegCodecs, arg.SegFirstIds, arg.SegKeys, arg.SegFrames), dst, func(r pgx.Rows, i *CreatePartitionsRow) error {
 		return r.Scan(&i.ID, &i.PublicID, &i.CreatedAt)
 	})

@@ -117,22 +117,23 @@ func (q *Queries) CreateCursors(ctx context.Context, arg CreateCursorsParams) er
 
 const CreatePartitions = `-- name: CreatePartitions :many
 with target as materialized (
-    select t.public_id::uuid as public_id, t.queue_id::int as queue_id, t.name::text as name, t.total::bigint as total
-    from rows from (unnest($1::uuid[]), unnest($2::int[]), unnest($3::text[]), unnest($4::bigint[])) as t (public_id, queue_id, name, total)
+    select t.public_id::uuid as public_id, t.queue_id::int as queue_id, t.name::text as name, t.hidden::boolean as hidden, t.total::bigint as total
+    from rows from (unnest($1::uuid[]), unnest($2::int[]), unnest($3::text[]), unnest($4::boolean[]), unnest($5::bigint[]))
+         as t (public_id, queue_id, name, hidden, total)
 ), made as (
-    insert into ferrymq.partitions (public_id, queue_id, name, next_offset, last_push_at, expire_at, empty_since)
-    select t.public_id, t.queue_id, t.name, t.total, case when t.total > 0 then clock_timestamp() end,
+    insert into ferrymq.partitions (public_id, queue_id, name, hidden, next_offset, last_push_at, expire_at, empty_since)
+    select t.public_id, t.queue_id, t.name, t.hidden, t.total, case when t.total > 0 then clock_timestamp() end,
            case when t.total > 0 then clock_timestamp() + q.retain_seconds * interval '1 second' end, case when t.total = 0 then clock_timestamp() end
     from target t
     join ferrymq.queues q on q.id = t.queue_id and q.deleted_at is null
-    order by t.queue_id, t.name
+    order by t.queue_id, t.hidden, t.name
     on conflict (queue_id, hidden, name) do nothing
     returning id, public_id, last_push_at, created_at
 ), stored as (
     insert into ferrymq.segments (partition_id, base_offset, count, key_no, codec, created_at, first_id, keys, frames)
     select m.id, s.rel, s.count, s.key_no, s.codec, m.last_push_at, s.first_id, s.keys, s.frames
-    from rows from (unnest($5::uuid[]), unnest($6::bigint[]), unnest($7::int[]), unnest($8::smallint[]),
-                    unnest($9::smallint[]), unnest($10::uuid[]), unnest($11::bytea[]), unnest($12::bytea[]))
+    from rows from (unnest($6::uuid[]), unnest($7::bigint[]), unnest($8::int[]), unnest($9::smallint[]),
+                    unnest($10::smallint[]), unnest($11::uuid[]), unnest($12::bytea[]), unnest($13::bytea[]))
          as s (partition_id, rel, count, key_no, codec, first_id, keys, frames)
     join made m on m.public_id = s.partition_id
 )
@@ -143,6 +144,7 @@ type CreatePartitionsParams struct {
 	PublicIds     []uuid.UUID
 	QueueIds      []int32
 	Names         []string
+	Hiddens       []bool
 	Totals        []int64
 	SegPartitions []uuid.UUID
 	SegRels       []int64
@@ -167,6 +169,7 @@ func (q *Queries) CreatePartitions(ctx context.Context, arg CreatePartitionsPara
 		arg.PublicIds,
 		arg.QueueIds,
 		arg.Names,
+		arg.Hiddens,
 		arg.Totals,
 		arg.SegPartitions,
 		arg.SegRels,

@@ -143,7 +143,7 @@ func seedStep(ctx context.Context, q *db.Queries, group int32, chunk int64) (don
 
 // creation is the arguments of CreatePartitions for one partition.
 func creation(public uuid.UUID, queue int32, name string, counts ...int) db.CreatePartitionsParams {
-	p := db.CreatePartitionsParams{PublicIds: []uuid.UUID{public}, QueueIds: []int32{queue}, Names: []string{name}, Totals: []int64{0},
+	p := db.CreatePartitionsParams{PublicIds: []uuid.UUID{public}, QueueIds: []int32{queue}, Names: []string{name}, Hiddens: []bool{false}, Totals: []int64{0},
 		SegPartitions: []uuid.UUID{}, SegRels: []int64{}, SegCounts: []int32{}, SegKeyNos: []int16{}, SegCodecs: []int16{},
 		SegFirstIds: []uuid.UUID{}, SegKeys: [][]byte{}, SegFrames: [][]byte{}}
 	for _, n := range counts {

@@ -39,7 +39,7 @@ func (q *Queries) DedupStart(ctx context.Context, arg DedupStartParams) (DedupSt
 }
 
 const PartitionFindIDs = `-- name: PartitionFindIDs :many
-select p.id, p.public_id, p.queue_id, p.name, p.next_offset
+select p.id, p.public_id, p.queue_id, p.name, p.hidden, p.next_offset
 from ferrymq.partitions p
 where p.id = any($1::bigint[]) and p.queue_id = $2::int
 `
@@ -54,6 +54,7 @@ type PartitionFindIDsRow struct {
 	PublicID   uuid.UUID
 	QueueID    int32
 	Name       string
+	Hidden     bool
 	NextOffset int64
 }
 
@@ -71,6 +72,7 @@ func (q *Queries) PartitionFindIDs(ctx context.Context, arg PartitionFindIDsPara
 			&i.PublicID,
 			&i.QueueID,
 			&i.Name,
+			&i.Hidden,
 			&i.NextOffset,
 		); err != nil {
 			return nil, err
@@ -84,11 +86,11 @@ func (q *Queries) PartitionFindIDs(ctx context.Context, arg PartitionFindIDsPara
 }
 
 const PartitionFindMany = `-- name: PartitionFindMany :many
-select p.id, p.public_id, p.queue_id, p.name, p.next_offset
+select p.id, p.public_id, p.queue_id, p.name, p.hidden, p.next_offset
 from rows from (unnest($1::int[]), unnest($2::text[])) as t (queue_id, name)
 cross join lateral (
-    select x.id, x.public_id, x.queue_id, x.name, x.next_offset from ferrymq.partitions x
-    where x.queue_id = t.queue_id::int and not x.hidden and x.name = t.name::text
+    select x.id, x.public_id, x.queue_id, x.name, x.hidden, x.next_offset from ferrymq.partitions x
+    where x.queue_id = t.queue_id::int and x.hidden = $3::boolean and x.name = t.name::text
     limit 1
 ) p
 `
@@ -96,6 +98,7 @@ cross join lateral (
 type PartitionFindManyParams struct {
 	QueueIds []int32
 	Names    []string
+	Hidden   bool
 }
 
 type PartitionFindManyRow struct {
@@ -103,12 +106,13 @@ type PartitionFindManyRow struct {
 	PublicID   uuid.UUID
 	QueueID    int32
 	Name       string
+	Hidden     bool
 	NextOffset int64
 }
 
 // By queue and name, in no particular order. Lateral, or a plan made while the table was small reads the table.
 func (q *Queries) PartitionFindMany(ctx context.Context, arg PartitionFindManyParams) ([]PartitionFindManyRow, error) {
-	rows, err := q.db.Query(ctx, PartitionFindMany, arg.QueueIds, arg.Names)
+	rows, err := q.db.Query(ctx, PartitionFindMany, arg.QueueIds, arg.Names, arg.Hidden)
 	if err != nil {
 		return nil, err
 	}
@@ -121,6 +125,7 @@ func (q *Queries) PartitionFindMany(ctx context.Context, arg PartitionFindManyPa
 			&i.PublicID,
 			&i.QueueID,
 			&i.Name,
+			&i.Hidden,
 			&i.NextOffset,
 		); err != nil {
 			return nil, err
@@ -134,7 +139,7 @@ func (q *Queries) PartitionFindMany(ctx context.Context, arg PartitionFindManyPa
 }
 
 const PartitionFindPublic = `-- name: PartitionFindPublic :many
-select p.id, p.public_id, p.queue_id, p.name, p.next_offset
+select p.id, p.public_id, p.queue_id, p.name, p.hidden, p.next_offset
 from ferrymq.partitions p
 join ferrymq.queues q on q.id = p.queue_id and q.deleted_at is null and q.project_id = $1::int
 where p.public_id = any($2::uuid[])
@@ -150,6 +155,7 @@ type PartitionFindPublicRow struct {
 	PublicID   uuid.UUID
 	QueueID    int32
 	Name       string
+	Hidden     bool
 	NextOffset int64
 }
 
@@ -168,6 +174,7 @@ func (q *Queries) PartitionFindPublic(ctx context.Context, arg PartitionFindPubl
 			&i.PublicID,
 			&i.QueueID,
 			&i.Name,
+			&i.Hidden,
 			&i.NextOffset,
 		); err != nil {
 			return nil, err

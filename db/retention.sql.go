@@ -13,7 +13,7 @@ import (
 
 const Cleanup = `-- name: Cleanup :many
 with judged as materialized (
-    select p.id, p.public_id, p.queue_id, p.name, p.next_offset > p.first_offset as filled, greatest(p.empty_since, p.last_push_at) as active_at,
+    select p.id, p.public_id, p.queue_id, p.name, p.hidden, p.next_offset > p.first_offset as filled, greatest(p.empty_since, p.last_push_at) as active_at,
            p.swept_offset < p.first_offset
                or exists (select from ferrymq.retired_keys r where r.partition_id = p.id)
                or exists (select from ferrymq.dead_letters d where d.partition_id = p.id)
@@ -22,7 +22,7 @@ with judged as materialized (
     from ferrymq.partitions p
     where p.id = any($1::bigint[])
 ), goes as materialized (
-    select j.id, j.public_id, j.queue_id, j.name from judged j
+    select j.id, j.public_id, j.queue_id, j.name, j.hidden from judged j
     where not j.filled and not j.needed and j.active_at <= statement_timestamp() - make_interval(days => $2::int)
 ), without_cursors as (
     delete from ferrymq.cursors c
@@ -40,7 +40,7 @@ with judged as materialized (
     from judged j
     where p.id = j.id and j.id not in (select x.id from goes x)
 )
-select x.id, x.public_id, x.queue_id, x.name from goes x
+select x.id, x.public_id, x.queue_id, x.name, x.hidden from goes x
 `
 
 type CleanupParams struct {
@@ -53,6 +53,7 @@ type CleanupRow struct {
 	PublicID uuid.UUID
 	QueueID  int32
 	Name     string
+	Hidden   bool
 }
 
 // Removes those of the locked partitions that are empty and idle and hold nothing else that is needed, and puts off the others.
@@ -70,6 +71,7 @@ func (q *Queries) Cleanup(ctx context.Context, arg CleanupParams) ([]CleanupRow,
 			&i.PublicID,
 			&i.QueueID,
 			&i.Name,
+			&i.Hidden,
 		); err != nil {
 			return nil, err
 		}

@@ -11,11 +11,12 @@ import (
 )
 
 type partitionKey struct {
-	queue int32
-	name  string
+	queue  int32
+	name   string
+	hidden bool
 }
 
-func keyOf(p *catalog.Partition) partitionKey { return partitionKey{p.QueueID, p.Name} }
+func keyOf(p *catalog.Partition) partitionKey { return partitionKey{p.QueueID, p.Name, p.Hidden} }
 
 // board is what waits for the next departure.
 type board struct {

@@ -285,7 +285,7 @@ func (e *Engine) deliverClaims(lists []*list, rows []db.ClaimPartitionsRow) {
 		c := slots[r.SlotNo]
 		spans := got[r.SlotNo]
 		if n := len(spans); n == 0 || spans[n-1].Row.ID != r.PartitionID {
-			p := e.Catalog.Claimed(l.group.QueueID, r.PartitionID, r.PublicID, r.Name, r.NextOffset)
+			p := e.Catalog.Claimed(l.group.QueueID, r.PartitionID, r.PublicID, r.Name, r.Hidden, r.NextOffset)
 			spans = append(spans, &Span{Queue: c.queue, Group: l.group, Partition: p, Row: catalog.Row{ID: r.PartitionID, PublicID: r.PublicID}, Start: r.StartOffset, Take: r.Take, Attempt: r.Attempt, exhausted: r.Exhausted,
 				lease: time.Duration(r.LeaseMs) * time.Millisecond})
 			got[r.SlotNo] = spans

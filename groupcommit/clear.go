@@ -64,7 +64,7 @@ func (e *Engine) Freed(hints []Hint) { e.announce(hints, nil) }
 
 // Removed tells of a partition that was cleaned up. What still uses it finds out by itself; this is sooner.
 func (e *Engine) Removed(r db.CleanupRow) {
-	e.Catalog.Removed(r.QueueID, r.Name, r.ID, r.PublicID)
+	e.Catalog.Removed(r.QueueID, r.Name, r.Hidden, r.ID, r.PublicID)
 	e.dedup.Forget(r.ID)
 	e.park.removed(r.QueueID, r.ID)
 	e.Metrics.Add(r.QueueID, metrics.PartitionsDeleted, 1)

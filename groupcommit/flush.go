@@ -291,7 +291,7 @@ func (f *flusher) deliverPushes(hints []Hint, entries []*entry, inOrder bool, lo
 		done, made := n.total == 0, n.row == nil
 		if made {
 			if r, ok := byPublic[n.public]; ok {
-				f.e.Catalog.Claimed(n.queue.ID, r.ID, r.PublicID, n.partition.Name, n.total)
+				f.e.Catalog.Claimed(n.queue.ID, r.ID, r.PublicID, n.partition.Name, n.partition.Hidden, n.total)
 				if n.row = n.partition.Row(); n.row == nil || n.row.ID != r.ID {
 					n.partition.Created(catalog.Row{ID: r.ID, PublicID: r.PublicID})
 					n.row = n.partition.Row()

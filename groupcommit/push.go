@@ -33,7 +33,10 @@ type Push struct {
 // Pushed is what became of a message: its id, or that of the message it repeats.
 type Pushed struct {
 	ID        uuid.UUID
+	Offset    int64 // in its partition
 	Duplicate bool
+
+	stored bool // Offset counts from the partition's beginning already, not from that of the entry
 }
 
 func (p *Push) finish(e *Engine, err error) {
@@ -138,14 +141,14 @@ type part struct {
 // builders are the buffers a flusher reuses from flush to flush.
 type builders struct {
 	segment *segment.Builder
-	seen    map[segment.Key]uuid.UUID
+	seen    map[segment.Key]Pushed
 }
 
 // build turns the pushes of an entry into segments and fills in their results. known holds the ids found to be duplicates of stored messages.
-func (n *entry) build(e *Engine, s *builders, known map[segment.Key]uuid.UUID) {
+func (n *entry) build(e *Engine, s *builders, known map[segment.Key]Pushed) {
 	if s.segment == nil {
 		s.segment = segment.NewBuilder(e.Hasher)
-		s.seen = make(map[segment.Key]uuid.UUID)
+		s.seen = make(map[segment.Key]Pushed)
 	}
 	dedup := n.queue.DedupWindowSeconds > 0 && n.keyed
 	messages := 0
@@ -181,13 +184,13 @@ func (n *entry) build(e *Engine, s *builders, known map[segment.Key]uuid.UUID) {
 			}
 			if dedup && len(p.keys) > 0 && m.TransactionID != "" {
 				k := segment.Key(p.keys[16*i:])
-				if id, ok := known[k]; ok {
-					p.Results[i] = Pushed{ID: id, Duplicate: true}
+				if first, ok := known[k]; ok {
+					p.Results[i] = first
 					continue
 				}
 				if messages > 1 {
-					if id, ok := s.seen[k]; ok {
-						p.Results[i] = Pushed{ID: id, Duplicate: true}
+					if first, ok := s.seen[k]; ok {
+						p.Results[i] = first
 						continue
 					}
 				}
@@ -196,13 +199,13 @@ func (n *entry) build(e *Engine, s *builders, known map[segment.Key]uuid.UUID) {
 					first = segment.NewFirstID(time.Now())
 				}
 				if messages > 1 {
-					s.seen[k] = segment.ID(first, b.Len())
+					s.seen[k] = Pushed{ID: segment.ID(first, b.Len()), Offset: n.total, Duplicate: true}
 				}
 			} else if !b.Fits(m) {
 				seal()
 				first = segment.NewFirstID(time.Now())
 			}
-			p.Results[i] = Pushed{ID: segment.ID(first, b.Len())}
+			p.Results[i] = Pushed{ID: segment.ID(first, b.Len()), Offset: n.total}
 			b.Append(m)
 			n.total++
 		}
@@ -293,6 +296,11 @@ func (n *entry) stored(e *Engine) {
 	}
 	e.Metrics.Total(metrics.PushDuplicates, repeated)
 	for _, p := range n.pushes {
+		for i := range p.Results {
+			if r := &p.Results[i]; !r.stored {
+				r.Offset += n.base
+			}
+		}
 		p.finish(e, nil)
 	}
 }
@@ -300,7 +308,7 @@ func (n *entry) stored(e *Engine) {
 func appendParams(entries []*entry) (a db.AppendSegmentsParams, c db.CreatePartitionsParams) {
 	a = db.AppendSegmentsParams{Ids: []int64{}, Totals: []int64{}, ExpectedTails: []int64{}, SegPartitions: []int64{}, SegRels: []int64{}, SegCounts: []int32{},
 		SegKeyNos: []int16{}, SegCodecs: []int16{}, SegFirstIds: []uuid.UUID{}, SegKeys: [][]byte{}, SegFrames: [][]byte{}}
-	c = db.CreatePartitionsParams{PublicIds: []uuid.UUID{}, QueueIds: []int32{}, Names: []string{}, Totals: []int64{}, SegPartitions: []uuid.UUID{}, SegRels: []int64{},
+	c = db.CreatePartitionsParams{PublicIds: []uuid.UUID{}, QueueIds: []int32{}, Names: []string{}, Hiddens: []bool{}, Totals: []int64{}, SegPartitions: []uuid.UUID{}, SegRels: []int64{},
 		SegCounts: []int32{}, SegKeyNos: []int16{}, SegCodecs: []int16{}, SegFirstIds: []uuid.UUID{}, SegKeys: [][]byte{}, SegFrames: [][]byte{}}
 	for _, n := range entries {
 		if n.total == 0 {
@@ -310,6 +318,7 @@ func appendParams(entries []*entry) (a db.AppendSegmentsParams, c db.CreateParti
 			c.PublicIds = append(c.PublicIds, n.public)
 			c.QueueIds = append(c.QueueIds, n.queue.ID)
 			c.Names = append(c.Names, n.partition.Name)
+			c.Hiddens = append(c.Hiddens, n.partition.Hidden)
 			c.Totals = append(c.Totals, n.total)
 			for _, p := range n.parts {
 				c.SegPartitions = append(c.SegPartitions, n.public)

@@ -192,7 +192,7 @@ func (e *Engine) sidePush(s *builders, p *catalog.Partition, pushes []*Push) {
 		if err != nil {
 			return err
 		}
-		var known map[segment.Key]uuid.UUID
+		var known map[segment.Key]Pushed
 		if judging {
 			if err := e.catchUp(ctx, q, n, locked.NextOffset); err != nil {
 				return err
@@ -264,7 +264,7 @@ func (e *Engine) resolve(ctx context.Context, p *Push) error {
 	if err != nil {
 		return e.Unavailable(err)
 	}
-	found, err := e.Catalog.Partitions(ctx, q, []string{p.Partition.Name})
+	found, err := e.Catalog.Again(ctx, q, p.Partition)
 	if err != nil {
 		return e.Unavailable(err)
 	}
@@ -311,19 +311,20 @@ func (e *Engine) catchUp(ctx context.Context, q *db.Queries, n *entry, to int64)
 	return nil
 }
 
-// original is the id of a message that a push repeats: zero once it has been removed.
-func original(base, first int64, firstID uuid.UUID, i int) uuid.UUID {
-	if base < first {
-		return uuid.UUID{}
+// original is the message that a push repeats: its id is zero once it has been removed.
+func original(base, first int64, firstID uuid.UUID, i int) Pushed {
+	p := Pushed{Offset: base + int64(i), Duplicate: true, stored: true}
+	if base >= first {
+		p.ID = segment.ID(firstID, i)
 	}
-	return segment.ID(firstID, i)
+	return p
 }
 
 // confirm reads the keys that memory points at and returns the ids of the messages that really repeat; what lies below first has been removed.
 // Under the partition's lock, with the memory complete, this is exact.
-func (e *Engine) confirm(ctx context.Context, q *db.Queries, n *entry, first int64) (map[segment.Key]uuid.UUID, error) {
+func (e *Engine) confirm(ctx context.Context, q *db.Queries, n *entry, first int64) (map[segment.Key]Pushed, error) {
 	since := n.since(e)
-	known := make(map[segment.Key]uuid.UUID)
+	known := make(map[segment.Key]Pushed)
 	for _, p := range n.pushes {
 		if len(p.keys) == 0 {
 			continue
@@ -353,7 +354,7 @@ func (e *Engine) confirm(ctx context.Context, q *db.Queries, n *entry, first int
 }
 
 // confirmAll reads the keys of the whole window, once, for all pushes of the entry.
-func (e *Engine) confirmAll(ctx context.Context, q *db.Queries, n *entry, first int64, known map[segment.Key]uuid.UUID) error {
+func (e *Engine) confirmAll(ctx context.Context, q *db.Queries, n *entry, first int64, known map[segment.Key]Pushed) error {
 	wanted := make(map[segment.Key]bool)
 	for _, p := range n.pushes {
 		for i := 0; i < len(p.keys); i += len(segment.Key{}) {

@@ -56,15 +56,16 @@ select m.id, m.base::bigint as base, m.last_push_at::timestamptz as created_at f
 -- A new partition appears in its final state, first segments included. What is not returned exists already, or its queue is gone.
 -- The foreign key locks the queue row against a group's first contact, so the next statement sees every group.
 with target as materialized (
-    select t.public_id::uuid as public_id, t.queue_id::int as queue_id, t.name::text as name, t.total::bigint as total
-    from rows from (unnest(@public_ids::uuid[]), unnest(@queue_ids::int[]), unnest(@names::text[]), unnest(@totals::bigint[])) as t (public_id, queue_id, name, total)
+    select t.public_id::uuid as public_id, t.queue_id::int as queue_id, t.name::text as name, t.hidden::boolean as hidden, t.total::bigint as total
+    from rows from (unnest(@public_ids::uuid[]), unnest(@queue_ids::int[]), unnest(@names::text[]), unnest(@hiddens::boolean[]), unnest(@totals::bigint[]))
+         as t (public_id, queue_id, name, hidden, total)
 ), made as (
-    insert into ferrymq.partitions (public_id, queue_id, name, next_offset, last_push_at, expire_at, empty_since)
-    select t.public_id, t.queue_id, t.name, t.total, case when t.total > 0 then clock_timestamp() end,
+    insert into ferrymq.partitions (public_id, queue_id, name, hidden, next_offset, last_push_at, expire_at, empty_since)
+    select t.public_id, t.queue_id, t.name, t.hidden, t.total, case when t.total > 0 then clock_timestamp() end,
            case when t.total > 0 then clock_timestamp() + q.retain_seconds * interval '1 second' end, case when t.total = 0 then clock_timestamp() end
     from target t
     join ferrymq.queues q on q.id = t.queue_id and q.deleted_at is null
-    order by t.queue_id, t.name
+    order by t.queue_id, t.hidden, t.name
     on conflict (queue_id, hidden, name) do nothing
     returning id, public_id, last_push_at, created_at
 ), stored as (

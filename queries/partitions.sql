@@ -1,22 +1,22 @@
 -- name: PartitionFindMany :many
 -- By queue and name, in no particular order. Lateral, or a plan made while the table was small reads the table.
-select p.id, p.public_id, p.queue_id, p.name, p.next_offset
+select p.id, p.public_id, p.queue_id, p.name, p.hidden, p.next_offset
 from rows from (unnest(@queue_ids::int[]), unnest(@names::text[])) as t (queue_id, name)
 cross join lateral (
-    select x.id, x.public_id, x.queue_id, x.name, x.next_offset from ferrymq.partitions x
-    where x.queue_id = t.queue_id::int and not x.hidden and x.name = t.name::text
+    select x.id, x.public_id, x.queue_id, x.name, x.hidden, x.next_offset from ferrymq.partitions x
+    where x.queue_id = t.queue_id::int and x.hidden = @hidden::boolean and x.name = t.name::text
     limit 1
 ) p;
 
 -- name: PartitionFindPublic :many
 -- By the id clients know, among the live queues of one project.
-select p.id, p.public_id, p.queue_id, p.name, p.next_offset
+select p.id, p.public_id, p.queue_id, p.name, p.hidden, p.next_offset
 from ferrymq.partitions p
 join ferrymq.queues q on q.id = p.queue_id and q.deleted_at is null and q.project_id = @project_id::int
 where p.public_id = any(@public_ids::uuid[]);
 
 -- name: PartitionFindIDs :many
-select p.id, p.public_id, p.queue_id, p.name, p.next_offset
+select p.id, p.public_id, p.queue_id, p.name, p.hidden, p.next_offset
 from ferrymq.partitions p
 where p.id = any(@ids::bigint[]) and p.queue_id = @queue_id::int;
 

@@ -56,7 +56,6 @@ alter table ferrymq.dead_letters
     add column signature text collate "C",
     add column first_failed_at timestamptz,
     add column consumer text;
-create index dead_letters_group on ferrymq.dead_letters (group_id, failed_at, id);
 create index dead_letters_signature on ferrymq.dead_letters (group_id, signature, failed_at) where signature is not null;
 
 -- A message that was put back for one group: every other one passes over it. Null: for all.
