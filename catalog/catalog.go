@@ -6,6 +6,7 @@ package catalog
 import (
 	"context"
 	"errors"
+	"fmt"
 	"strconv"
 	"strings"
 	"sync"
@@ -89,11 +90,13 @@ type Group struct {
 	Start      Start
 	// Lanes is how a subscription is delivered; nil for a group of the /api/v1 routes.
 	Lanes   *Policy
+	project int32    // of a subscription
 	seeding *seeding // nil once every partition that existed at registration has its cursor
 }
 
 // Policy is how the lanes of a subscription are delivered: one message at a time each.
 type Policy struct {
+	Stream       string
 	LeaseSeconds int32
 	MaxAttempts  int32         // 0: no limit
 	Initial      time.Duration // of the backoff: it grows by Multiplier with each failed attempt, up to Max
@@ -128,20 +131,26 @@ type pair struct {
 	partition int64
 }
 
-// Catalog is safe for concurrent use.
+// Catalog is what is known of the queues of one project. It is safe for concurrent use.
 type Catalog struct {
+	*shared
+	project int32
+}
+
+// shared is what the catalogs of all projects have in common.
+type shared struct {
 	OnPartition func(queue int32) // called when a pop has made a partition; set before use, may be nil
 
-	pool    *pgxpool.Pool
-	q       *db.Queries
-	project int32
-	onSeed  func(group int32) // a chunk of cursors was made: parked pops look again
+	pool   *pgxpool.Pool
+	q      *db.Queries
+	onSeed func(group int32) // a chunk of cursors was made: parked pops look again
 
-	queues        *cache[string, *Queue]
+	projects      *cache[string, known]
+	queues        *cache[scoped, *Queue]
 	partitions    *cache[name, *Partition]
 	public        *cache[uuid.UUID, *Partition]
 	groups        *cache[name, *Group]
-	subscriptions *cache[string, *Group]
+	subscriptions *cache[scoped, *Group]
 	met           *cache[pair, struct{}]
 	discovered    *cache[discovery, struct{}]
 
@@ -154,28 +163,66 @@ type Catalog struct {
 	working  sync.WaitGroup
 }
 
+// scoped is a name in a project.
+type scoped struct {
+	project int32
+	name    string
+}
+
+// known is the project of a name, and since when: it may be deleted and made again elsewhere.
+type known struct {
+	id int32
+	at time.Time
+}
+
+// projectAge is how long the project of a name is believed.
+const projectAge = 3 * time.Second
+
+// In is the catalog of another project; nil when there is none of that name.
+func (c *Catalog) In(ctx context.Context, project string) (*Catalog, error) {
+	if k, ok := c.projects.get(project); ok && time.Since(k.at) < projectAge {
+		return c.Of(k.id), nil
+	}
+	id, err := c.q.ProjectGet(ctx, db.ProjectGetParams{Name: project})
+	if errors.Is(err, pgx.ErrNoRows) {
+		return nil, nil
+	}
+	if err != nil {
+		return nil, err
+	}
+	c.projects.set(project, known{id, time.Now()})
+	return c.Of(id), nil
+}
+
+// Of is In by id.
+func (c *Catalog) Of(project int32) *Catalog { return &Catalog{c.shared, project} }
+
+func (c *Catalog) scoped(n string) scoped { return scoped{c.project, n} }
+
 // How many entries the caches hold at most, in two generations each: about 60 MB when all are full.
 const (
 	maxQueues     = 50_000
 	maxPartitions = 100_000
 	maxGroups     = 50_000
+	maxProjects   = 1_000
 )
 
 // New makes a catalog of the queues of one project. onSeed is called when a new group got cursors.
 // Seeding goes on in the background until stop ends; Wait waits for it.
 func New(stop context.Context, pool *pgxpool.Pool, project int32, onSeed func(group int32)) *Catalog {
-	return &Catalog{
-		pool: pool, q: db.New(db.Patient{Pool: pool}), project: project, onSeed: onSeed, stop: stop,
-		queues:        newCache[string, *Queue](maxQueues),
+	return &Catalog{&shared{
+		pool: pool, q: db.New(db.Patient{Pool: pool}), onSeed: onSeed, stop: stop,
+		projects:      newCache[string, known](maxProjects),
+		queues:        newCache[scoped, *Queue](maxQueues),
 		partitions:    newCache[name, *Partition](maxPartitions),
 		public:        newCache[uuid.UUID, *Partition](maxPartitions),
 		groups:        newCache[name, *Group](maxGroups),
-		subscriptions: newCache[string, *Group](maxGroups),
+		subscriptions: newCache[scoped, *Group](maxGroups),
 		met:           newCache[pair, struct{}](maxPartitions),
 		discovered:    newCache[discovery, struct{}](maxGroups),
 		seeds:         make(map[int32]*seeding),
 		seedRoom:      make(chan struct{}, 2),
-	}
+	}, project}
 }
 
 // Wait returns when no background seeding runs any more. Call it after stop has ended.
@@ -192,7 +239,7 @@ func Derive(queue string) (namespace, task string) {
 
 // Queue finds a live queue by name; nil when there is none.
 func (c *Catalog) Queue(ctx context.Context, name string) (*Queue, error) {
-	if q, ok := c.queues.get(name); ok {
+	if q, ok := c.queues.get(c.scoped(name)); ok {
 		return q, nil
 	}
 	row, err := c.q.QueueGet(ctx, db.QueueGetParams{ProjectID: c.project, Name: name})
@@ -202,7 +249,7 @@ func (c *Catalog) Queue(ctx context.Context, name string) (*Queue, error) {
 	if err != nil {
 		return nil, err
 	}
-	return c.queues.setUnless(name, &row, func(now *Queue) bool { return now.UpdatedAt.After(row.UpdatedAt) }), nil
+	return c.queues.setUnless(c.scoped(name), &row, func(now *Queue) bool { return now.UpdatedAt.After(row.UpdatedAt) }), nil
 }
 
 // first runs fn once for all who call it with the same key at the same time. It does not end with one caller's ctx.
@@ -229,10 +276,10 @@ const firstTimeout = 30 * time.Second
 
 // EnsureQueue finds or creates a queue, with the groups of the discovery registrations that cover it.
 func (c *Catalog) EnsureQueue(ctx context.Context, name string) (*Queue, error) {
-	if q, ok := c.queues.get(name); ok {
+	if q, ok := c.queues.get(c.scoped(name)); ok {
 		return q, nil
 	}
-	return first(ctx, c, "q"+name, func(ctx context.Context) (*Queue, error) { return c.createQueue(ctx, name) })
+	return first(ctx, c, fmt.Sprintf("q%d %s", c.project, name), func(ctx context.Context) (*Queue, error) { return c.createQueue(ctx, name) })
 }
 
 func (c *Catalog) createQueue(ctx context.Context, name string) (*Queue, error) {
@@ -261,7 +308,7 @@ func (c *Catalog) createQueue(ctx context.Context, name string) (*Queue, error) 
 			return nil, err
 		}
 		if made != nil {
-			c.queues.set(name, made)
+			c.queues.set(c.scoped(name), made)
 			return made, c.seedJoined(ctx, joined)
 		}
 	}
@@ -355,13 +402,13 @@ func (c *Catalog) Configure(ctx context.Context, name string, change func(*Queue
 			return nil
 		})
 		if errors.Is(err, pgx.ErrNoRows) { // deleted since it was looked up
-			c.queues.drop(name)
+			c.queues.drop(c.scoped(name))
 			continue
 		}
 		if err != nil {
 			return nil, err
 		}
-		c.queues.set(name, &after)
+		c.queues.set(c.scoped(name), &after)
 		if recheck { // or as much of it as is done soon: the job does the rest
 			soon, cancel := context.WithTimeout(ctx, recheckTime)
 			if c.Recheck(soon, after.ID) == nil {
@@ -399,7 +446,7 @@ func (c *Catalog) Recheck(ctx context.Context, queue int32) error {
 
 // Delete frees the name of a queue at once and leaves the removal of its rows to a job. It reports whether the queue existed.
 func (c *Catalog) Delete(ctx context.Context, name string) (id int32, existed bool, err error) {
-	c.queues.drop(name)
+	c.queues.drop(c.scoped(name))
 	q, err := c.Queue(ctx, name)
 	if q == nil || err != nil {
 		return 0, false, err
@@ -419,15 +466,18 @@ func (c *Catalog) Delete(ctx context.Context, name string) (id int32, existed bo
 		}
 		return tq.JobCreate(ctx, db.JobCreateParams{Kind: "delete_queue", QueueID: q.ID})
 	})
-	c.queues.drop(name)
+	c.queues.drop(c.scoped(name))
 	return q.ID, existed && err == nil, err
 }
 
 // ForgetQueue drops a name whose queue turned out to be deleted or changed elsewhere.
-func (c *Catalog) ForgetQueue(name string) { c.queues.drop(name) }
+func (c *Catalog) ForgetQueue(name string) { c.queues.drop(c.scoped(name)) }
 
 // ForgetID is ForgetQueue by id.
-func (c *Catalog) ForgetID(id int32) { c.queues.dropIf(func(q *Queue) bool { return q.ID == id }) }
+func (c *Catalog) ForgetID(id int32) {
+	c.queues.dropIf(func(q *Queue) bool { return q.ID == id })
+	c.subscriptions.dropIf(func(g *Group) bool { return g.QueueID == id })
+}
 
 // Refresh drops the queues that changed in the last seconds, on whatever broker. Run it every few seconds, with overlap:
 // that is how a configure on another broker takes effect here.
@@ -437,15 +487,18 @@ func (c *Catalog) Refresh(ctx context.Context, seconds int32) error {
 		return err
 	}
 	for _, q := range changed {
-		c.queues.drop(q.Name)
+		c.subscriptions.dropIf(func(g *Group) bool { return g.QueueID == q.ID })
+		c.queues.drop(scoped{q.ProjectID, q.Name})
 	}
 	return nil
 }
 
 // ForgetAll is for when nothing remembered can be trusted: the database was away for long.
 func (c *Catalog) ForgetAll() {
+	c.projects.clear()
 	c.queues.clear()
 	c.groups.clear()
+	c.subscriptions.clear()
 	c.discovered.clear()
 	c.met.clear()
 }
@@ -462,7 +515,7 @@ func (c *Catalog) Removed(queue int32, partition string, hidden bool, id int64, 
 
 // Known returns a queue's partition when both are remembered, without looking anything up.
 func (c *Catalog) Known(queue, partition string) (*Queue, *Partition) {
-	q, ok := c.queues.get(queue)
+	q, ok := c.queues.get(c.scoped(queue))
 	if !ok {
 		return nil, nil
 	}

@@ -145,7 +145,7 @@ func (c *Catalog) seed(g *Group) *seeding {
 		c.mu.Unlock()
 		// The next look-up reads that the group is seeded.
 		if g.Lanes != nil {
-			c.subscriptions.drop(g.Name)
+			c.subscriptions.drop(scoped{g.project, g.Name})
 		} else {
 			c.groups.drop(name{queue: g.QueueID, name: g.Name})
 		}
@@ -390,7 +390,7 @@ func (c *Catalog) joinScope(ctx context.Context, queue int32, scope Scope, group
 		if err != nil {
 			return nil, err
 		}
-		return c.remember(name{queue, group}, row.ID, true, row.Seeded, Start{Mode: row.StartMode, At: &row.StartAt}), nil
+		return c.remember(name{queue: queue, name: group}, row.ID, true, row.Seeded, Start{Mode: row.StartMode, At: &row.StartAt}), nil
 	})
 }
 

@@ -14,14 +14,14 @@ import (
 var ErrTaken = errors.New("subscription exists otherwise")
 
 func policyOf(r *db.SubscriptionGetRow) *Policy {
-	return &Policy{LeaseSeconds: r.LeaseSeconds, MaxAttempts: r.MaxAttempts, Initial: time.Duration(r.BackoffInitial) * time.Millisecond,
+	return &Policy{Stream: r.Queue, LeaseSeconds: r.LeaseSeconds, MaxAttempts: r.MaxAttempts, Initial: time.Duration(r.BackoffInitial) * time.Millisecond,
 		Max: time.Duration(r.BackoffMax) * time.Millisecond, Multiplier: r.BackoffMultiplier, CountExpired: r.CountExpiredLeases,
 		MaxInFlight: r.MaxInFlight, Paused: r.Paused, TraceFull: r.TraceFull}
 }
 
 // Subscription finds a subscription by name; nil when there is none.
 func (c *Catalog) Subscription(ctx context.Context, sub string) (*Group, error) {
-	if g, ok := c.subscriptions.get(sub); ok {
+	if g, ok := c.subscriptions.get(c.scoped(sub)); ok {
 		return g, nil
 	}
 	row, err := c.q.SubscriptionGet(ctx, db.SubscriptionGetParams{ProjectID: c.project, Name: sub})
@@ -31,16 +31,16 @@ func (c *Catalog) Subscription(ctx context.Context, sub string) (*Group, error) 
 	if err != nil {
 		return nil, err
 	}
-	g := &Group{ID: row.ID, QueueID: row.QueueID, Name: row.Name, Registered: true, Start: Start{Mode: row.StartMode, At: &row.StartAt}, Lanes: policyOf(&row)}
+	g := &Group{ID: row.ID, QueueID: row.QueueID, Name: row.Name, Registered: true, Start: Start{Mode: row.StartMode, At: &row.StartAt}, Lanes: policyOf(&row), project: c.project}
 	if !row.Seeded {
 		g.seeding = c.seed(g)
 	}
-	c.subscriptions.set(sub, g)
+	c.subscriptions.set(c.scoped(sub), g)
 	return g, nil
 }
 
 // ForgetSubscription drops one that turned out to be changed or gone.
-func (c *Catalog) ForgetSubscription(sub string) { c.subscriptions.drop(sub) }
+func (c *Catalog) ForgetSubscription(sub string) { c.subscriptions.drop(c.scoped(sub)) }
 
 // Subscribe creates a subscription of a stream, or changes the policy of one that exists. change gets the policy as it is.
 // ErrTaken: the name is bound to another stream. ErrGone: the stream was deleted.
@@ -70,6 +70,10 @@ func (c *Catalog) Subscribe(ctx context.Context, q *Queue, sub string, start Sta
 			if err := tq.JobCreate(ctx, db.JobCreateParams{Kind: "seed", QueueID: q.ID, GroupID: &id, DelaySeconds: 10}); err != nil {
 				return err
 			}
+		}
+		// Other brokers read it again with the stream.
+		if err := tq.QueueTouch(ctx, db.QueueTouchParams{ID: q.ID}); err != nil {
+			return err
 		}
 		return tq.SubscriptionSet(ctx, db.SubscriptionSetParams{ID: row.ID, LeaseSeconds: p.LeaseSeconds, MaxAttempts: p.MaxAttempts, BackoffInitial: p.Initial.Milliseconds(),
 			BackoffMultiplier: p.Multiplier, BackoffMax: p.Max.Milliseconds(), CountExpiredLeases: p.CountExpired, MaxInFlight: p.MaxInFlight, Paused: p.Paused, TraceFull: p.TraceFull})

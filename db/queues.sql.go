@@ -42,7 +42,7 @@ func (q *Queries) ProjectGet(ctx context.Context, arg ProjectGetParams) (int32, 
 }
 
 const QueueChangedSince = `-- name: QueueChangedSince :many
-select q.id, q.name from ferrymq.queues q
+select q.id, q.project_id, q.name from ferrymq.queues q
 where q.updated_at > statement_timestamp() - make_interval(secs => $1::int)
 order by q.updated_at
 `
@@ -52,8 +52,9 @@ type QueueChangedSinceParams struct {
 }
 
 type QueueChangedSinceRow struct {
-	ID   int32
-	Name string
+	ID        int32
+	ProjectID int32
+	Name      string
 }
 
 // For the caches of other brokers: which queues changed lately, deleted ones too.
@@ -66,7 +67,7 @@ func (q *Queries) QueueChangedSince(ctx context.Context, arg QueueChangedSincePa
 	var items []QueueChangedSinceRow
 	for rows.Next() {
 		var i QueueChangedSinceRow
-		if err := rows.Scan(&i.ID, &i.Name); err != nil {
+		if err := rows.Scan(&i.ID, &i.ProjectID, &i.Name); err != nil {
 			return nil, err
 		}
 		items = append(items, i)
@@ -391,4 +392,18 @@ func (q *Queries) QueueRead(ctx context.Context, arg QueueReadParams) (FerrymqQu
 		&i.UnkeyedLanes,
 	)
 	return i, err
+}
+
+const QueueTouch = `-- name: QueueTouch :exec
+update ferrymq.queues q set updated_at = clock_timestamp() where q.id = $1::int
+`
+
+type QueueTouchParams struct {
+	ID int32
+}
+
+// What belongs to the queue has changed: other brokers read it again.
+func (q *Queries) QueueTouch(ctx context.Context, arg QueueTouchParams) error {
+	_, err := q.db.Exec(ctx, QueueTouch, arg.ID)
+	return err
 }

@@ -259,12 +259,13 @@ func (e *Engine) reboard(pushes []*Push) {
 
 // resolve looks a push's queue and partition up again, by name, past all caches.
 func (e *Engine) resolve(ctx context.Context, p *Push) error {
-	e.Catalog.ForgetQueue(p.Queue.Name)
-	q, err := e.Catalog.EnsureQueue(ctx, p.Queue.Name)
+	c := e.Catalog.Of(p.Queue.ProjectID)
+	c.ForgetQueue(p.Queue.Name)
+	q, err := c.EnsureQueue(ctx, p.Queue.Name)
 	if err != nil {
 		return e.Unavailable(err)
 	}
-	found, err := e.Catalog.Again(ctx, q, p.Partition)
+	found, err := c.Again(ctx, q, p.Partition)
 	if err != nil {
 		return e.Unavailable(err)
 	}

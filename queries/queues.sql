@@ -4,7 +4,7 @@ where q.project_id = @project_id::int and q.name = @name::text and q.deleted_at 
 
 -- name: QueueChangedSince :many
 -- For the caches of other brokers: which queues changed lately, deleted ones too.
-select q.id, q.name from ferrymq.queues q
+select q.id, q.project_id, q.name from ferrymq.queues q
 where q.updated_at > statement_timestamp() - make_interval(secs => @seconds::int)
 order by q.updated_at;
 
@@ -39,6 +39,10 @@ set updated_at = clock_timestamp(), configured = true,
     retention_sink_hold = @retention_sink_hold::text, retention_sink_hold_max_seconds = @retention_sink_hold_max_seconds::int
 where q.id = @id::int
 returning *;
+
+-- name: QueueTouch :exec
+-- What belongs to the queue has changed: other brokers read it again.
+update ferrymq.queues q set updated_at = clock_timestamp() where q.id = @id::int;
 
 -- name: QueueDelete :execrows
 -- The row stays until a job has removed what belongs to it, the name is free at once.
