@@ -328,6 +328,7 @@ func start(ctx context.Context, c *Config, log *slog.Logger, pool, flights *pgxp
 		Switches:          func(s db.SystemGetRow) { api.SetMaintenance(b.engine, s) },
 		RetentionInterval: milliseconds(c.RetentionInterval), RetentionBatch: int64(c.RetentionBatchSize), CleanupDays: int32(c.PartitionCleanupDays),
 		OnRemoved: b.removed}
+	api.Secret = installation.Secret
 	api.SetMaintenance(b.engine, switches)
 	b.maintainer.Start()
 	api.Changed = func(id int32) {

@@ -276,13 +276,25 @@ const firstTimeout = 30 * time.Second
 
 // EnsureQueue finds or creates a queue, with the groups of the discovery registrations that cover it.
 func (c *Catalog) EnsureQueue(ctx context.Context, name string) (*Queue, error) {
+	return c.ensure(ctx, name, 0)
+}
+
+// KeepConsumed is how long a stream that was made by its first publish keeps what every subscription has settled.
+const KeepConsumed = 7 * 24 * time.Hour
+
+// EnsureStream is EnsureQueue with the defaults of a stream.
+func (c *Catalog) EnsureStream(ctx context.Context, name string) (*Queue, error) {
+	return c.ensure(ctx, name, KeepConsumed)
+}
+
+func (c *Catalog) ensure(ctx context.Context, name string, keep time.Duration) (*Queue, error) {
 	if q, ok := c.queues.get(c.scoped(name)); ok {
 		return q, nil
 	}
-	return first(ctx, c, fmt.Sprintf("q%d %s", c.project, name), func(ctx context.Context) (*Queue, error) { return c.createQueue(ctx, name) })
+	return first(ctx, c, fmt.Sprintf("q%d %s", c.project, name), func(ctx context.Context) (*Queue, error) { return c.createQueue(ctx, name, keep) })
 }
 
-func (c *Catalog) createQueue(ctx context.Context, name string) (*Queue, error) {
+func (c *Catalog) createQueue(ctx context.Context, name string, keep time.Duration) (*Queue, error) {
 	for {
 		q, err := c.Queue(ctx, name)
 		if q != nil || err != nil {
@@ -293,7 +305,7 @@ func (c *Catalog) createQueue(ctx context.Context, name string) (*Queue, error) 
 		var joined []db.GroupCreateRow
 		err = pgx.BeginFunc(ctx, db.Patient{Pool: c.pool}, func(tx pgx.Tx) error {
 			q := c.q.WithTx(tx)
-			row, err := q.QueueCreate(ctx, db.QueueCreateParams{ProjectID: c.project, Name: name, Namespace: namespace, Task: task})
+			row, err := q.QueueCreate(ctx, db.QueueCreateParams{ProjectID: c.project, Name: name, Namespace: namespace, Task: task, KeepConsumed: int32(keep.Seconds())})
 			if errors.Is(err, pgx.ErrNoRows) {
 				return nil
 			}

@@ -43,4 +43,5 @@ type FerrymqQueue struct {
 	RetainSeconds               *int32
 	RemindAt                    time.Time
 	UnkeyedLanes                int32
+	IDLanes                     int32
 }

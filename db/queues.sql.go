@@ -8,21 +8,24 @@ package db
 import (
 	"context"
 	"time"
+
+	"github.com/google/uuid"
 )
 
 const InstallationGet = `-- name: InstallationGet :one
-select i.hash_seed, clock_timestamp()::timestamptz as now from ferrymq.installation i
+select i.hash_seed, i.secret, clock_timestamp()::timestamptz as now from ferrymq.installation i
 `
 
 type InstallationGetRow struct {
 	HashSeed int64
+	Secret   uuid.UUID
 	Now      time.Time
 }
 
 func (q *Queries) InstallationGet(ctx context.Context) (InstallationGetRow, error) {
 	row := q.db.QueryRow(ctx, InstallationGet)
 	var i InstallationGetRow
-	err := row.Scan(&i.HashSeed, &i.Now)
+	err := row.Scan(&i.HashSeed, &i.Secret, &i.Now)
 	return i, err
 }
 
@@ -91,7 +94,7 @@ set updated_at = clock_timestamp(), configured = true,
     min_pop_wait_time = $18::int, dedup_window_seconds = $19::int,
     retention_sink_hold = $20::text, retention_sink_hold_max_seconds = $21::int
 where q.id = $22::int
-returning id, public_id, project_id, name, namespace, task, created_at, updated_at, deleted_at, configured, lease_time, retry_limit, retry_delay, priority, max_size, ttl, dead_letter_queue, dlq_after_max_retries, delayed_processing, window_buffer, retention_seconds, completed_retention_seconds, retention_enabled, encryption_enabled, max_wait_time_seconds, min_pop_wait_time, dedup_window_seconds, retention_sink_hold, retention_sink_hold_max_seconds, retain_seconds, remind_at, unkeyed_lanes
+returning id, public_id, project_id, name, namespace, task, created_at, updated_at, deleted_at, configured, lease_time, retry_limit, retry_delay, priority, max_size, ttl, dead_letter_queue, dlq_after_max_retries, delayed_processing, window_buffer, retention_seconds, completed_retention_seconds, retention_enabled, encryption_enabled, max_wait_time_seconds, min_pop_wait_time, dedup_window_seconds, retention_sink_hold, retention_sink_hold_max_seconds, retain_seconds, remind_at, unkeyed_lanes, id_lanes
 `
 
 type QueueConfigureParams struct {
@@ -178,22 +181,24 @@ func (q *Queries) QueueConfigure(ctx context.Context, arg QueueConfigureParams) 
 		&i.RetainSeconds,
 		&i.RemindAt,
 		&i.UnkeyedLanes,
+		&i.IDLanes,
 	)
 	return i, err
 }
 
 const QueueCreate = `-- name: QueueCreate :one
-insert into ferrymq.queues as q (project_id, name, namespace, task)
-values ($1::int, $2::text, $3::text, $4::text)
+insert into ferrymq.queues as q (project_id, name, namespace, task, retention_enabled, completed_retention_seconds)
+values ($1::int, $2::text, $3::text, $4::text, $5::int > 0, $5::int)
 on conflict (project_id, name) where deleted_at is null do nothing
-returning q.id, q.public_id, q.project_id, q.name, q.namespace, q.task, q.created_at, q.updated_at, q.deleted_at, q.configured, q.lease_time, q.retry_limit, q.retry_delay, q.priority, q.max_size, q.ttl, q.dead_letter_queue, q.dlq_after_max_retries, q.delayed_processing, q.window_buffer, q.retention_seconds, q.completed_retention_seconds, q.retention_enabled, q.encryption_enabled, q.max_wait_time_seconds, q.min_pop_wait_time, q.dedup_window_seconds, q.retention_sink_hold, q.retention_sink_hold_max_seconds, q.retain_seconds, q.remind_at, q.unkeyed_lanes
+returning q.id, q.public_id, q.project_id, q.name, q.namespace, q.task, q.created_at, q.updated_at, q.deleted_at, q.configured, q.lease_time, q.retry_limit, q.retry_delay, q.priority, q.max_size, q.ttl, q.dead_letter_queue, q.dlq_after_max_retries, q.delayed_processing, q.window_buffer, q.retention_seconds, q.completed_retention_seconds, q.retention_enabled, q.encryption_enabled, q.max_wait_time_seconds, q.min_pop_wait_time, q.dedup_window_seconds, q.retention_sink_hold, q.retention_sink_hold_max_seconds, q.retain_seconds, q.remind_at, q.unkeyed_lanes, q.id_lanes
 `
 
 type QueueCreateParams struct {
-	ProjectID int32
-	Name      string
-	Namespace string
-	Task      string
+	ProjectID    int32
+	Name         string
+	Namespace    string
+	Task         string
+	KeepConsumed int32
 }
 
 // Returns no row when the queue exists already.
@@ -203,6 +208,7 @@ func (q *Queries) QueueCreate(ctx context.Context, arg QueueCreateParams) (Ferry
 		arg.Name,
 		arg.Namespace,
 		arg.Task,
+		arg.KeepConsumed,
 	)
 	var i FerrymqQueue
 	err := row.Scan(
@@ -238,6 +244,7 @@ func (q *Queries) QueueCreate(ctx context.Context, arg QueueCreateParams) (Ferry
 		&i.RetainSeconds,
 		&i.RemindAt,
 		&i.UnkeyedLanes,
+		&i.IDLanes,
 	)
 	return i, err
 }
@@ -262,7 +269,7 @@ func (q *Queries) QueueDelete(ctx context.Context, arg QueueDeleteParams) (int64
 }
 
 const QueueGet = `-- name: QueueGet :one
-select q.id, q.public_id, q.project_id, q.name, q.namespace, q.task, q.created_at, q.updated_at, q.deleted_at, q.configured, q.lease_time, q.retry_limit, q.retry_delay, q.priority, q.max_size, q.ttl, q.dead_letter_queue, q.dlq_after_max_retries, q.delayed_processing, q.window_buffer, q.retention_seconds, q.completed_retention_seconds, q.retention_enabled, q.encryption_enabled, q.max_wait_time_seconds, q.min_pop_wait_time, q.dedup_window_seconds, q.retention_sink_hold, q.retention_sink_hold_max_seconds, q.retain_seconds, q.remind_at, q.unkeyed_lanes from ferrymq.queues q
+select q.id, q.public_id, q.project_id, q.name, q.namespace, q.task, q.created_at, q.updated_at, q.deleted_at, q.configured, q.lease_time, q.retry_limit, q.retry_delay, q.priority, q.max_size, q.ttl, q.dead_letter_queue, q.dlq_after_max_retries, q.delayed_processing, q.window_buffer, q.retention_seconds, q.completed_retention_seconds, q.retention_enabled, q.encryption_enabled, q.max_wait_time_seconds, q.min_pop_wait_time, q.dedup_window_seconds, q.retention_sink_hold, q.retention_sink_hold_max_seconds, q.retain_seconds, q.remind_at, q.unkeyed_lanes, q.id_lanes from ferrymq.queues q
 where q.project_id = $1::int and q.name = $2::text and q.deleted_at is null
 `
 
@@ -307,6 +314,7 @@ func (q *Queries) QueueGet(ctx context.Context, arg QueueGetParams) (FerrymqQueu
 		&i.RetainSeconds,
 		&i.RemindAt,
 		&i.UnkeyedLanes,
+		&i.IDLanes,
 	)
 	return i, err
 }
@@ -346,7 +354,7 @@ func (q *Queries) QueuePendingCount(ctx context.Context, arg QueuePendingCountPa
 }
 
 const QueueRead = `-- name: QueueRead :one
-select q.id, q.public_id, q.project_id, q.name, q.namespace, q.task, q.created_at, q.updated_at, q.deleted_at, q.configured, q.lease_time, q.retry_limit, q.retry_delay, q.priority, q.max_size, q.ttl, q.dead_letter_queue, q.dlq_after_max_retries, q.delayed_processing, q.window_buffer, q.retention_seconds, q.completed_retention_seconds, q.retention_enabled, q.encryption_enabled, q.max_wait_time_seconds, q.min_pop_wait_time, q.dedup_window_seconds, q.retention_sink_hold, q.retention_sink_hold_max_seconds, q.retain_seconds, q.remind_at, q.unkeyed_lanes from ferrymq.queues q
+select q.id, q.public_id, q.project_id, q.name, q.namespace, q.task, q.created_at, q.updated_at, q.deleted_at, q.configured, q.lease_time, q.retry_limit, q.retry_delay, q.priority, q.max_size, q.ttl, q.dead_letter_queue, q.dlq_after_max_retries, q.delayed_processing, q.window_buffer, q.retention_seconds, q.completed_retention_seconds, q.retention_enabled, q.encryption_enabled, q.max_wait_time_seconds, q.min_pop_wait_time, q.dedup_window_seconds, q.retention_sink_hold, q.retention_sink_hold_max_seconds, q.retain_seconds, q.remind_at, q.unkeyed_lanes, q.id_lanes from ferrymq.queues q
 where q.id = $1::int and q.deleted_at is null
 `
 
@@ -390,6 +398,7 @@ func (q *Queries) QueueRead(ctx context.Context, arg QueueReadParams) (FerrymqQu
 		&i.RetainSeconds,
 		&i.RemindAt,
 		&i.UnkeyedLanes,
+		&i.IDLanes,
 	)
 	return i, err
 }

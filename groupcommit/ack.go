@@ -257,18 +257,18 @@ const maxError = 4 << 10
 // errorText is the error a dead letter gets: the item's, else the first one a nack of the group brought.
 func (a *Acks) errorText(signal int) string {
 	if t := a.Items[signal].Error; t != nil {
-		return clip(*t)
+		return Clip(*t)
 	}
 	for i := range a.Items {
 		if t := a.Items[i].Error; t != nil && a.Items[i].Status != Completed {
-			return clip(*t)
+			return Clip(*t)
 		}
 	}
 	return "Retries exhausted"
 }
 
-// clip drops NUL, which PostgreSQL's text cannot hold, and cuts at a rune boundary.
-func clip(s string) string {
+// Clip is what is kept of an error's text: it drops NUL, which PostgreSQL's text cannot hold, and cuts at a rune boundary.
+func Clip(s string) string {
 	s = strings.ReplaceAll(s, "\x00", "")
 	if n := maxError; len(s) > n {
 		for n > 0 && !utf8.RuneStart(s[n]) {
@@ -370,7 +370,7 @@ func (e *Engine) copyOf(ctx context.Context, row *catalog.Row, offset int64) (*d
 func (e *Engine) Extend(ctx context.Context, lease uuid.UUID, seconds int32) (renewed int, until time.Time, err error) {
 	cursors := e.held.cursors(lease)
 	if len(cursors) == 0 {
-		found, err := e.q.LeaseFind(ctx, db.LeaseFindParams{ProjectID: e.Project, LeaseID: lease, GroupID: leaseGroup(lease)})
+		found, err := e.q.LeaseFind(ctx, db.LeaseFindParams{ProjectID: e.Project, LeaseID: lease, GroupID: LeaseGroup(lease)})
 		if err != nil {
 			return 0, time.Time{}, e.Unavailable(err)
 		}

@@ -28,6 +28,9 @@ type Span struct {
 	lease     time.Duration
 }
 
+// Lease is how long the span was leased for.
+func (s *Span) Lease() time.Duration { return s.lease }
+
 // Segment is one stored segment, as read.
 type Segment struct {
 	Base      int64

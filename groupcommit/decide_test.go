@@ -316,7 +316,7 @@ func TestClip(t *testing.T) {
 		{strings.Repeat("😀", maxError/4+1), strings.Repeat("😀", maxError/4)},
 		{"\x00" + strings.Repeat("é", maxError), strings.Repeat("é", maxError/2)},
 	} {
-		got := clip(c.in)
+		got := Clip(c.in)
 		if got != c.want {
 			t.Errorf("clip of %d bytes (%.20q): %d bytes, want %d", len(c.in), c.in, len(got), len(c.want))
 		}

@@ -312,7 +312,7 @@ func newLease(group int32) uuid.UUID {
 	return id
 }
 
-// leaseGroup is the inverse of newLease.
-func leaseGroup(id uuid.UUID) int32 {
+// LeaseGroup is the group that a lease is of.
+func LeaseGroup(id uuid.UUID) int32 {
 	return int32(id[12])<<24 | int32(id[13])<<16 | int32(id[14])<<8 | int32(id[15])
 }

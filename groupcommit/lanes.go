@@ -2,6 +2,7 @@ package groupcommit
 
 import (
 	"context"
+	"encoding/binary"
 	"errors"
 	"time"
 
@@ -21,8 +22,14 @@ var (
 
 // Receive claims at most max messages, each of another lane of a subscription, waiting for them as long as wait.
 // Nil: there was nothing, or the broker is draining. When ctx ends first nothing stays leased.
-func (e *Engine) Receive(ctx context.Context, q *catalog.Queue, g *catalog.Group, max int64, wait time.Duration, consumer string) (*Delivery, error) {
-	return e.popGroup(ctx, &Pop{Batch: max, Partitions: max, Wait: wait, consumer: consumer}, q, g, time.Now().Add(wait))
+func (e *Engine) Receive(ctx context.Context, g *catalog.Group, max int64, wait time.Duration, consumer string) (*Delivery, error) {
+	return e.popGroup(ctx, &Pop{Batch: max, Partitions: max, Wait: wait, consumer: consumer}, nil, g, time.Now().Add(wait))
+}
+
+// LaneOf is the hidden lane of a message without a key that brings an id: always the same, or a repeat would not be found.
+func (e *Engine) LaneOf(q *catalog.Queue, id string) int32 {
+	k := e.Hasher.Key(id)
+	return int32(binary.BigEndian.Uint32(k[:]) % uint32(q.IDLanes))
 }
 
 // Delivered is one delivery that is settled: where it was, and under which lease.
@@ -43,7 +50,7 @@ func (e *Engine) AckLanes(ctx context.Context, g *catalog.Group, ds []*Delivered
 // NackLanes makes the messages of deliveries come again after delay, or, when that is negative, after what the policy says;
 // those that have used up their attempts become dead letters.
 func (e *Engine) NackLanes(ctx context.Context, g *catalog.Group, ds []*Delivered, why, signature string, delay time.Duration) error {
-	return e.settleLanes(ctx, g, ds, settle{Action: actNack, Error: clip(why), Signature: signature, Delay: delay})
+	return e.settleLanes(ctx, g, ds, settle{Action: actNack, Error: Clip(why), Signature: signature, Delay: delay})
 }
 
 // ReleaseLanes gives the messages of deliveries back at once, as if they had not been delivered.

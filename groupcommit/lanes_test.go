@@ -39,7 +39,7 @@ type lane struct {
 
 func (b *broker) receive(q *catalog.Queue, g *catalog.Group, max int64, wait time.Duration) (out []*lane) {
 	b.t.Helper()
-	d, err := b.Receive(b.t.Context(), q, g, max, wait, "tester")
+	d, err := b.Receive(b.t.Context(), g, max, wait, "tester")
 	if err != nil {
 		b.t.Fatal(err)
 	}

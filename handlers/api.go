@@ -15,6 +15,7 @@ import (
 	"time"
 
 	"github.com/go-json-experiment/json"
+	"github.com/google/uuid"
 	"github.com/jackc/pgx/v5/pgxpool"
 
 	"ferrymq/auth"
@@ -37,6 +38,7 @@ type API struct {
 	DefaultTimeout time.Duration    // of a waiting pop that names none
 	DefaultStart   catalog.Start    // of a group that names none
 	HasKey         bool             // an encryption key is configured
+	Secret         uuid.UUID        // of the installation: what makes delivery ids
 	Changed        func(id int32)   // a queue was configured or deleted; may be nil
 	Metrics        *metrics.Metrics // nil: nobody will ask
 
@@ -120,7 +122,7 @@ func (a *API) table() []route {
 		on("DELETE", "/api/v1/resources/queues/{queue}", admin, (*API).deleteQueue),
 		probe("/health", open, (*API).health),
 		probe("/ready", open, (*API).ready),
-	}, groupRoutes(), transactionRoutes(), messageRoutes(), deadLetterRoutes(), clearRoutes(), systemRoutes(), resourceRoutes(), analyticsRoutes())
+	}, groupRoutes(), transactionRoutes(), messageRoutes(), deadLetterRoutes(), clearRoutes(), systemRoutes(), resourceRoutes(), analyticsRoutes(), publishRoutes(), consumeRoutes())
 }
 
 // Handler makes the API servable.

@@ -98,6 +98,18 @@ func (d *document) value() ([]byte, error) {
 
 func (d *document) skip() error { return d.dec.SkipValue() }
 
+// boolean is the next value, a boolean, or nothing for null.
+func (d *document) boolean(to *bool) error {
+	switch d.kind() {
+	case 't', 'f':
+		*to = d.kind() == 't'
+		return d.skip()
+	case 'n':
+		return d.skip()
+	}
+	return d.wrong("a boolean")
+}
+
 // null consumes a null and says whether it was one.
 func (d *document) null() (bool, error) {
 	if d.kind() != 'n' {

@@ -10,8 +10,8 @@ order by q.updated_at;
 
 -- name: QueueCreate :one
 -- Returns no row when the queue exists already.
-insert into ferrymq.queues as q (project_id, name, namespace, task)
-values (@project_id::int, @name::text, @namespace::text, @task::text)
+insert into ferrymq.queues as q (project_id, name, namespace, task, retention_enabled, completed_retention_seconds)
+values (@project_id::int, @name::text, @namespace::text, @task::text, @keep_consumed::int > 0, @keep_consumed::int)
 on conflict (project_id, name) where deleted_at is null do nothing
 returning q.*;
 
@@ -58,4 +58,4 @@ select coalesce(sum(b.pending), 0)::bigint as pending from ferrymq.backlog(array
 select p.id from ferrymq.projects p where p.name = @name::text;
 
 -- name: InstallationGet :one
-select i.hash_seed, clock_timestamp()::timestamptz as now from ferrymq.installation i;
+select i.hash_seed, i.secret, clock_timestamp()::timestamptz as now from ferrymq.installation i;

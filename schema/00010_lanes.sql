@@ -1,7 +1,11 @@
 -- +goose Up
 
--- A stream is a queue, a key a partition. Messages without a key go to one of so many hidden partitions, named by their numbers.
-alter table ferrymq.queues add column unkeyed_lanes int not null default 256 check (unkeyed_lanes between 1 and 65536);
+-- A stream is a queue, a key a partition. Messages without a key go to one of unkeyed_lanes hidden partitions. Those of them that bring
+-- an id go by it to one of id_lanes, which never changes: a repeat must meet its original.
+alter table ferrymq.queues
+    add column unkeyed_lanes int not null default 256 check (unkeyed_lanes between 1 and 65536),
+    add column id_lanes int not null default 256 check (id_lanes between 1 and 65536);
+alter table ferrymq.installation add column secret uuid not null default gen_random_uuid();
 
 -- kind 1: a subscription of the /v1 routes, its name unique in its project. A lane is its cursor on one partition:
 -- one message at a time. In milliseconds: backoff_initial, backoff_max.

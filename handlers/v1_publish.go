@@ -1,0 +1,248 @@
+package handlers
+
+import (
+	"errors"
+	"math/rand/v2"
+	"net/http"
+
+	"ferrymq/catalog"
+	"ferrymq/groupcommit"
+	"ferrymq/segment"
+)
+
+func publishRoutes() []route {
+	return []route{on("POST", "/v1/streams/{stream}/messages", writeOnly, (*API).publish)}
+}
+
+// outgoing is one message of a publish.
+type outgoing struct {
+	key     *string // nil: unkeyed
+	id      string  // "": minted
+	payload []byte
+	headers []byte
+}
+
+func readPublish(body []byte) (all []outgoing, err error) {
+	seen := false
+	err = parse(body, func(d *document) error {
+		return d.object(func(name string) error {
+			if name != "messages" {
+				return d.skip()
+			}
+			if d.kind() != '[' {
+				return bad("messages must be an array")
+			}
+			seen, all = true, nil
+			return d.array(func(i int) error {
+				if i == maxItems {
+					return bad("too many messages: at most %d", maxItems)
+				}
+				m, err := readOutgoing(d)
+				all = append(all, m)
+				return err
+			})
+		})
+	})
+	if err == nil && !seen {
+		err = bad("messages must be an array")
+	}
+	return all, err
+}
+
+func readOutgoing(d *document) (m outgoing, err error) {
+	err = d.object(func(name string) (err error) {
+		switch name {
+		case "key":
+			m.key, err = d.optionalName(maxName)
+		case "id":
+			if null, err := d.null(); null || err != nil {
+				return err
+			}
+			m.id, err = d.name("", maxTransactionID)
+		case "payload":
+			m.payload, err = d.value()
+		case "headers":
+			if null, err := d.null(); null || err != nil {
+				return err
+			}
+			if d.kind() != '{' {
+				return bad("%s must be an object", d.path)
+			}
+			m.headers, err = d.value()
+			if string(m.headers) == "{}" {
+				m.headers = nil
+			}
+		default:
+			err = d.skip()
+		}
+		return err
+	})
+	if err == nil && m.payload == nil {
+		err = bad("%s.payload is required", d.path)
+	}
+	return m, err
+}
+
+// carriage is the messages of a publish for one partition.
+type carriage struct {
+	messages []int
+	push     *groupcommit.Push
+}
+
+func (a *API) publish(w http.ResponseWriter, r *request) error {
+	body, err := a.body(w, r.Request)
+	if err != nil {
+		return err
+	}
+	all, err := readPublish(body)
+	if err != nil {
+		return err
+	}
+	if err := a.pushRefused(); err != nil {
+		return err
+	}
+	p, err := a.project(r)
+	if err != nil {
+		return err
+	}
+	name := r.params[0]
+	if !validName(name, maxName) {
+		return badName("stream", maxName)
+	}
+	if p.Catalog == nil {
+		return p.missing("stream", name)
+	}
+	q, err := p.EnsureStream(r.Context(), name)
+	if err != nil {
+		return a.databaseError(r, err, "publish failed")
+	}
+	if len(all) == 0 {
+		return a.write(w, http.StatusOK, []byte(`{"results":[]}`))
+	}
+	carriages, err := a.load(r, p, q, all)
+	if err != nil {
+		return a.databaseError(r, err, "publish failed")
+	}
+	pushes := make([]*groupcommit.Push, len(carriages))
+	for i, c := range carriages {
+		pushes[i] = c.push
+	}
+	if err := r.engine.Push(r.Context(), pushes); errors.Is(err, groupcommit.ErrOverloaded) {
+		return busy("overloaded")
+	} else if err != nil {
+		return failed("publish failed")
+	}
+	return a.answerPublish(w, all, carriages)
+}
+
+// load sorts the messages of a publish by key; those without one are spread over the hidden lanes, and those of them that
+// bring an id go where that id always goes, so that it is found again.
+func (a *API) load(r *request, p *project, q *catalog.Queue, all []outgoing) ([]*carriage, error) {
+	type place struct {
+		hidden bool
+		key    string
+		lane   int32
+	}
+	var order []place
+	byPlace := make(map[place]*carriage)
+	turn := rand.Int32N(q.UnkeyedLanes)
+	for i := range all {
+		m := &all[i]
+		at := place{hidden: m.key == nil}
+		switch {
+		case m.key != nil:
+			at.key = *m.key
+		case m.id != "":
+			at.lane = r.engine.LaneOf(q, m.id)
+		default:
+			at.lane = turn
+			turn = (turn + 1) % q.UnkeyedLanes
+		}
+		c := byPlace[at]
+		if c == nil {
+			c = &carriage{}
+			byPlace[at] = c
+			order = append(order, at)
+		}
+		c.messages = append(c.messages, i)
+	}
+	var keys []string
+	var lanes []int32
+	for _, at := range order {
+		if at.hidden {
+			lanes = append(lanes, at.lane)
+		} else {
+			keys = append(keys, at.key)
+		}
+	}
+	named, err := p.Partitions(r.Context(), q, keys)
+	if err != nil {
+		return nil, err
+	}
+	hidden, err := p.Unkeyed(r.Context(), q, lanes)
+	if err != nil {
+		return nil, err
+	}
+	carriages := make([]*carriage, len(order))
+	for n, at := range order {
+		c := byPlace[at]
+		c.push = &groupcommit.Push{Queue: q, Messages: make([]segment.Message, len(c.messages))}
+		if at.hidden {
+			c.push.Partition, hidden = hidden[0], hidden[1:]
+		} else {
+			c.push.Partition, named = named[0], named[1:]
+		}
+		for k, i := range c.messages {
+			c.push.Messages[k] = segment.Message{TransactionID: all[i].id, Payload: all[i].payload, Headers: all[i].headers, ProducerSub: r.sub}
+		}
+		carriages[n] = c
+	}
+	return carriages, nil
+}
+
+// answerPublish answers in request order. What is stored for one key stands, whatever became of another.
+func (a *API) answerPublish(w http.ResponseWriter, all []outgoing, carriages []*carriage) error {
+	type outcome struct {
+		c *carriage
+		n int
+	}
+	where := make([]outcome, len(all))
+	decided, unavailable := false, false
+	for _, c := range carriages {
+		switch err := c.push.Err; {
+		case err == nil, errors.Is(err, groupcommit.ErrFull), errors.Is(err, groupcommit.ErrNoKey):
+			decided = true
+		case errors.Is(err, groupcommit.ErrNoConnection), errors.Is(err, groupcommit.ErrUnknown), errors.Is(err, groupcommit.ErrClosed):
+			unavailable = true
+		}
+		for n, i := range c.messages {
+			where[i] = outcome{c, n}
+		}
+	}
+	if !decided {
+		if unavailable {
+			return busy("database unavailable")
+		}
+		return failed("publish failed")
+	}
+	b := append(make([]byte, 0, 80*len(all)), `{"results":[`...)
+	for i := range all {
+		if i > 0 {
+			b = append(b, ',')
+		}
+		push := where[i].c.push
+		if push.Err != nil {
+			b = quote(append(b, `{"id":null,"status":"failed","error":`...), pushError(push.Err))
+			b = append(b, '}')
+			continue
+		}
+		res := push.Results[where[i].n]
+		b = appendMessageID(append(b, `{"id":"`...), push.Partition.Row().ID, res.Offset)
+		if res.Duplicate {
+			b = append(b, `","status":"duplicate"}`...)
+		} else {
+			b = append(b, `","status":"queued"}`...)
+		}
+	}
+	return a.write(w, http.StatusOK, append(b, `]}`...))
+}
