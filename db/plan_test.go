@@ -353,7 +353,7 @@ func TestPlans(t *testing.T) {
 	t.Logf("data set built in %v", time.Since(began).Round(time.Millisecond))
 	all := statements(w)
 	for _, more := range []func(*world) map[string]statement{groupStatements, transactionStatements, messageStatements, retentionStatements, systemStatements,
-		statsStatements, activityStatements} {
+		statsStatements, activityStatements, laneStatements} {
 		maps.Copy(all, more(w))
 	}
 	texts := generated(t)
