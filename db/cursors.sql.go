@@ -209,8 +209,9 @@ func (q *Queries) PromoteDue(ctx context.Context, arg PromoteDueParams) ([]Promo
 }
 
 const ReadyGroups = `-- name: ReadyGroups :many
-select g.id::int as id, case when a.alive then r.ready else g.want::bigint end::bigint as ready, exists (
-        select from ferrymq.cursors c where c.group_id = g.id::int and c.pending and c.not_before is null) as pending
+select g.id::int as id, case when a.alive then r.ready else g.want::bigint end::bigint as ready,
+       -- Not exists, which a plan made while the table was small answers by hashing all of it.
+       coalesce((select true from ferrymq.cursors c where c.group_id = g.id::int and c.pending and c.not_before is null limit 1), false)::boolean as pending
 from rows from (unnest($1::int[]), unnest($2::bigint[])) as g (id, want)
 cross join lateral (
     select count(*) as ready from (

@@ -92,7 +92,7 @@ func TestFlushIsOneCommit(t *testing.T) {
 	}
 	p := creation(uuid.New(), q, "0")
 	for i := range 999 {
-		p.PublicIds, p.QueueIds, p.Names, p.Totals = append(p.PublicIds, uuid.New()), append(p.QueueIds, q), append(p.Names, fmt.Sprint(i+1)), append(p.Totals, 0)
+		p.PublicIds, p.QueueIds, p.Names, p.Hiddens, p.Totals = append(p.PublicIds, uuid.New()), append(p.QueueIds, q), append(p.Names, fmt.Sprint(i+1)), append(p.Hiddens, false), append(p.Totals, 0)
 	}
 	made := must[[]db.CreatePartitionsRow](t)(w.CreatePartitions(t.Context(), p))
 	check(t, w.CreateCursors(t.Context(), db.CreateCursorsParams{PublicIds: p.PublicIds}))
@@ -355,7 +355,7 @@ func TestCreatePartitions(t *testing.T) {
 
 	p := creation(uuid.New(), q, "b", 3, 2)
 	for _, x := range []db.CreatePartitionsParams{creation(uuid.New(), q, "a"), creation(uuid.New(), deleted, "a", 1), creation(uuid.New(), q, "b", 7)} {
-		p.PublicIds, p.QueueIds, p.Names, p.Totals = append(p.PublicIds, x.PublicIds...), append(p.QueueIds, x.QueueIds...), append(p.Names, x.Names...), append(p.Totals, x.Totals...)
+		p.PublicIds, p.QueueIds, p.Names, p.Hiddens, p.Totals = append(p.PublicIds, x.PublicIds...), append(p.QueueIds, x.QueueIds...), append(p.Names, x.Names...), append(p.Hiddens, x.Hiddens...), append(p.Totals, x.Totals...)
 		p.SegPartitions, p.SegRels, p.SegCounts = append(p.SegPartitions, x.SegPartitions...), append(p.SegRels, x.SegRels...), append(p.SegCounts, x.SegCounts...)
 		p.SegKeyNos, p.SegCodecs, p.SegFirstIds = append(p.SegKeyNos, x.SegKeyNos...), append(p.SegCodecs, x.SegCodecs...), append(p.SegFirstIds, x.SegFirstIds...)
 		p.SegKeys, p.SegFrames = append(p.SegKeys, x.SegKeys...), append(p.SegFrames, x.SegFrames...)

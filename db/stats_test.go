@@ -86,8 +86,8 @@ func TestNumbers(t *testing.T) {
 				}
 				registered := rnd.IntN(2) == 0
 				seeded := registered && rnd.IntN(3) > 0
-				group := one[int32](w, `insert into ferrymq.groups (queue_id, kind, name, registered, seeded, start_mode, start_at, deleted_at)
-					values ($1, case when $2 = 'v1' then 1 else 0 end, $2, $3, $4, 'all', to_timestamp(0), case when $2 = 'gone' then now() end) returning id`, queue, name, registered, seeded)
+				group := one[int32](w, `insert into ferrymq.groups (queue_id, kind, project_id, name, registered, seeded, start_mode, start_at, deleted_at)
+					values ($1, case when $2 = 'v1' then 1 else 0 end, case when $2 = 'v1' then $1::int end, $2, $3, $4, 'all', to_timestamp(0), case when $2 = 'gone' then now() end) returning id`, queue, name, registered, seeded)
 				for _, x := range own {
 					if !(registered && seeded) && rnd.IntN(2) == 0 {
 						continue

@@ -33,8 +33,9 @@ order by c.group_id, c.partition_id;
 -- name: ReadyGroups :many
 -- The one re-check for all parked pops: which groups have something to claim, and which only wait for leases to end.
 -- A group that was deleted is ready: its claims find out.
-select g.id::int as id, case when a.alive then r.ready else g.want::bigint end::bigint as ready, exists (
-        select from ferrymq.cursors c where c.group_id = g.id::int and c.pending and c.not_before is null) as pending
+select g.id::int as id, case when a.alive then r.ready else g.want::bigint end::bigint as ready,
+       -- Not exists, which a plan made while the table was small answers by hashing all of it.
+       coalesce((select true from ferrymq.cursors c where c.group_id = g.id::int and c.pending and c.not_before is null limit 1), false)::boolean as pending
 from rows from (unnest(@ids::int[]), unnest(@wants::bigint[])) as g (id, want)
 cross join lateral (
     select count(*) as ready from (
