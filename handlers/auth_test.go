@@ -232,6 +232,9 @@ func TestNoOtherRoutes(t *testing.T) {
 	}
 	for _, r := range (&API{}).table() {
 		path := "/" + strings.Join(r.path, "/")
+		if r.path[0] == "v1" {
+			continue // the other contract
+		}
 		path = strings.NewReplacer("{", ":", "}", "").Replace(path)
 		if line := r.method + " " + path + " " + levels[r.level]; !known[line] {
 			t.Errorf("%s is not in the contract", line)
