@@ -93,7 +93,7 @@ const (
 	lastChunk  = 10_000           // and at most at a time
 	maxStep    = 1000             // segments of one partition read at a time
 	maxAhead   = 200_000          // and of all, beyond a few each
-	maxWalk    = 20 * time.Second // a snapshot that is held for long slows everybody's updates
+	maxWalk    = 30 * time.Second // a snapshot that is held for long slows everybody's updates
 )
 
 // errTooDeep: an offset so deep, or a state so rare, that it cannot be found in time.
