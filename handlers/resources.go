@@ -16,6 +16,7 @@ import (
 
 	"ferrymq/catalog"
 	"ferrymq/db"
+	"ferrymq/metrics"
 )
 
 func resourceRoutes() []route {
@@ -261,26 +262,49 @@ func (a *API) depth(w http.ResponseWriter, r *request) error {
 	return a.reply(w, http.StatusOK, out)
 }
 
+// rates are messages per second, of all brokers, since the minute before this one began.
+type rates struct {
+	Ingested  float64 `json:"ingestedPerSecond"`
+	Processed float64 `json:"processedPerSecond"`
+}
+
+func (a *API) rates(r *request) (out rates, err error) {
+	if err := a.Metrics.Flush(); err != nil {
+		return out, err
+	}
+	now := r.engine.Now()
+	since := now.Truncate(time.Minute).Add(-time.Minute)
+	minutes, err := a.queries.ActivitySeries(r.Context(), db.ActivitySeriesParams{Minutes: 1, QueueIds: []int32{0}, After: since.Add(-time.Second),
+		Before: now.Add(time.Minute), Max: 10})
+	for _, m := range minutes {
+		out.Ingested += float64(m.PushMessages)
+		out.Processed += float64(m.AckSuccess)
+	}
+	seconds := now.Sub(since).Seconds()
+	return rates{metrics.Round(out.Ingested / seconds), metrics.Round(out.Processed / seconds)}, err
+}
+
 func (a *API) overview(w http.ResponseWriter, r *request) error {
 	rows, of, n, err := a.queuePage(r, db.QueuePageParams{ProjectID: r.engine.Project, Max: maxQueues})
 	if err != nil {
 		return a.databaseError(r, err, "query failed")
 	}
+	rate, err := a.rates(r)
+	if err != nil {
+		return a.databaseError(r, err, "query failed")
+	}
 	out := struct {
-		Queues     int    `json:"queues"`
-		Partitions int64  `json:"partitions"`
-		Namespaces int    `json:"namespaces"`
-		Tasks      int    `json:"tasks"`
-		Messages   counts `json:"messages"`
-		Lag        lag    `json:"lag"`
-		Throughput struct {
-			Ingested  *float64 `json:"ingestedPerSecond"`
-			Processed *float64 `json:"processedPerSecond"`
-		} `json:"throughput"`
-		Timestamp instant `json:"timestamp"`
-		StatsAge  int64   `json:"statsAge"`
+		Queues     int     `json:"queues"`
+		Partitions int64   `json:"partitions"`
+		Namespaces int     `json:"namespaces"`
+		Tasks      int     `json:"tasks"`
+		Messages   counts  `json:"messages"`
+		Lag        lag     `json:"lag"`
+		Throughput rates   `json:"throughput"`
+		Timestamp  instant `json:"timestamp"`
+		StatsAge   int64   `json:"statsAge"`
 	}{Queues: len(rows), Namespaces: len(byName(rows, of, namespaceOf)), Tasks: len(byName(rows, of, taskOf)), Lag: n.lag,
-		Timestamp: instant(r.engine.Now()), StatsAge: int64(time.Since(n.taken).Seconds())}
+		Throughput: rate, Timestamp: instant(r.engine.Now()), StatsAge: int64(time.Since(n.taken).Seconds())}
 	for _, q := range rows {
 		out.Partitions += of[q.ID].Partitions
 		out.Messages.add(of[q.ID].six())
