@@ -146,16 +146,25 @@ func TestSeekAgainstPush(t *testing.T) {
 	}
 	bs[1].finish("g", d)
 
-	for n := range rounds(200) {
+	// With something to deliver already, when a push has no cursor to mark and takes no lock on it.
+	for _, p := range names(10) {
+		bs[0].push("q", p, item{payload: `"first"`})
+	}
+	for n := range rounds(100) {
 		var both sync.WaitGroup
-		both.Go(func() { bs[0].push("q", "p", item{payload: fmt.Sprintf(`"%d"`, n)}) })
+		for _, p := range names(10) {
+			both.Go(func() {
+				bs[0].push("q", p, item{payload: fmt.Sprintf(`"%d"`, n)})
+				bs[0].push("q", p, item{payload: fmt.Sprintf(`"%d more"`, n)})
+			})
+		}
 		both.Go(func() { bs[1].seek("q", "g", toEnd) })
 		both.Wait()
 		if n := stuck(bs[0]); n > 0 {
 			t.Fatal("the message sleeps for ever")
 		}
-		for d := bs[n%2].pop(wide("q", "g", 10, 1, 0)); d != nil; d = bs[n%2].pop(wide("q", "g", 10, 1, 0)) {
-			bs[n%2].finish("g", d)
+		for _, p := range names(10) {
+			bs[n%2].push("q", p, item{payload: `"backlog"`})
 		}
 	}
 }
@@ -279,20 +288,23 @@ func TestSeekForgets(t *testing.T) {
 			}
 			bs[seeker].seek("q", "g", toEnd)
 			w := bs[0].park(wide("q", "g", 1, 1, soon))
-			if seeker == 1 { // its hint has to arrive: one about something to deliver comes behind it
-				bs[1].push("q", "p000", item{payload: `"m"`})
-				w.wait(t)
-				bs[1].seek("q", "g", toEnd)
-				bs[1].push("q", "p000", item{payload: `"m"`})
-				w = bs[0].goPop(wide("q", "g", 1, 1, soon))
-				w.wait(t)
-				continue
+			if seeker == 1 { // what it tells has to arrive: a hint about something to deliver comes behind it
+				bs[1].push("q", "other", item{payload: `"o"`})
+				if d := w.wait(t); d.payloads() != "o" {
+					t.Fatalf("got %q", d.payloads())
+				}
+				w = bs[0].park(wide("q", "g", 1, 1, soon))
 			}
 			bs[1].push("q", "p000", item{payload: `"m"`})
-			w.wait(t)
+			if d := w.wait(t); d.payloads() != "m" {
+				t.Errorf("%d partitions, sought by %d: got %q", partitions, seeker, d.payloads())
+			}
 		}
 	}
 }
+
+// removal is how long a deletion at most tries to remove cursors itself, twice: the test's group has two queues.
+const removal = 4 * time.Second
 
 // TestDeleteGroup: what a broker remembers of a deleted group leads it to the new one, or to nothing; pops that waited start over.
 func TestDeleteGroup(t *testing.T) {
@@ -390,16 +402,28 @@ func TestDeleteGroup(t *testing.T) {
 			deaf.finish("deaf", d)
 		}
 	})
-	t.Run("held for minPopWaitTime", func(t *testing.T) {
+	t.Run("while its cursors are still there", func(t *testing.T) {
 		b.push("slow", "p", item{payload: `"m"`})
 		exec(t, b.Pool, "update ferrymq.queues set min_pop_wait_time = 60000, updated_at = clock_timestamp() where name = 'slow'")
 		b.Catalog.ForgetQueue("slow")
-		other.finish("g", other.need(wide("slow", "g", 1, 1, 0), "m"))
-		w := b.park(wide("slow", "g", 2, 1, 1500*time.Millisecond))
-		remove("g", false, 2) // of q too
-		if d := w.wait(t); d.payloads() != "m" {
-			t.Errorf("got %q", d.payloads())
+		other.finish("held", other.need(wide("slow", "held", 1, 1, 0), "m"))
+		w := b.park(wide("slow", "held", 2, 1, soon-removal))
+		d := b.need(wide("q", "held", 1, 1, 0), "m-0")
+		// They can be changed, but not removed.
+		release := hold(t, b.dsn, "select from ferrymq.cursors c join ferrymq.groups g on g.id = c.group_id where g.name = 'held' for key share of c")
+		remove("held", false, 2)
+		for _, r := range b.tryAck(t.Context(), "held", d.Lease, d.messages[0].public, says(groupcommit.Completed, d.messages...)...) {
+			is(t, "ack", r.Err, groupcommit.ErrNoConsumer)
 		}
+		if n, _, err := b.Extend(t.Context(), d.Lease, 60); n != 0 || err != nil {
+			t.Errorf("extended %d, %v", n, err)
+		}
+		b.need(wide("q", "held", 1, 1, 0), "m-0")
+		if d := w.wait(t); d.payloads() != "m" {
+			t.Errorf("popped for a batch of two: %q", d.payloads())
+		}
+		release()
+		exec(t, b.Pool, "update ferrymq.jobs set due_at = clock_timestamp() where kind = 'delete_group'")
 	})
 	eventually(t, "the rows of deleted groups are gone", func() bool {
 		return number(t, b.Pool, "select count(*) from ferrymq.groups where deleted_at is not null") == 0
