@@ -413,17 +413,24 @@ func (c *Catalog) Restart(ctx context.Context, group string, at time.Time) (int6
 	return d + n, err
 }
 
-// RemoveGroup removes what belongs to a deleted group, and returns how many cursors that were. It may run anywhere any number of times.
-func (c *Catalog) RemoveGroup(ctx context.Context, group int32) (removed int64, err error) {
-	for {
-		n, err := c.q.GroupRemoveCursors(ctx, db.GroupRemoveCursorsParams{ID: group, Max: removeChunk})
-		if removed += n; err != nil {
-			return removed, err
+// RemoveGroup removes some of what belongs to a deleted group, and returns how many cursors that were. more: there is more of it.
+// It may run anywhere any number of times. An error means that nothing was removed, unless the connection was lost.
+func (c *Catalog) RemoveGroup(ctx context.Context, group int32) (removed int64, more bool, err error) {
+	err = pgx.BeginFunc(ctx, db.Patient{Pool: c.pool}, func(tx pgx.Tx) error {
+		q := c.q.WithTx(tx)
+		if err := q.FlushSettings(ctx, db.FlushSettingsParams{StatementTimeoutMs: "10000", LockTimeoutMs: "1000"}); err != nil {
+			return err
 		}
-		if n < removeChunk {
-			return removed, c.q.GroupRemove(ctx, db.GroupRemoveParams{ID: group})
-		}
+		removed, err = q.GroupRemoveCursors(ctx, db.GroupRemoveCursorsParams{ID: group, Max: removeChunk})
+		return err
+	})
+	if err != nil {
+		return 0, true, err
 	}
+	if removed == removeChunk {
+		return removed, true, nil
+	}
+	return removed, false, c.q.GroupRemove(ctx, db.GroupRemoveParams{ID: group})
 }
 
 // removeChunk is how many cursors of a deleted group go in one transaction.

@@ -246,10 +246,18 @@ func (e *Engine) deleteGroup(ctx context.Context, f db.GroupsByNameRow, group st
 	if keep { // begins to seed the group; if not, the job does
 		_, _ = e.Catalog.Group(ctx, f.QueueID, group)
 	}
-	soon, cancel := context.WithTimeout(ctx, removeTime)
-	defer cancel()
-	cursors, err = e.Catalog.RemoveGroup(soon, f.ID)
-	if err != nil && ctx.Err() == nil {
+	more := true
+	for began := time.Now(); more && time.Since(began) < removeTime; {
+		var n int64
+		n, more, err = e.Catalog.RemoveGroup(ctx, f.ID)
+		if cursors += n; db.IsLockTimeout(err) {
+			break // somebody holds one for long
+		}
+		if err != nil {
+			return true, cursors, err
+		}
+	}
+	if more { // the rest is the job's
 		var rest int64
 		rest, err = e.q.GroupCursorCount(ctx, db.GroupCursorCountParams{ID: f.ID})
 		cursors += rest

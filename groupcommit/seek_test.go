@@ -303,14 +303,15 @@ func TestSeekForgets(t *testing.T) {
 	}
 }
 
-// removal is how long a deletion at most tries to remove cursors itself, twice: the test's group has two queues.
-const removal = 4 * time.Second
+// removal is how long deletions wait for cursors that are held, of two queues.
+const removal = 2 * time.Second
 
 // TestDeleteGroup: what a broker remembers of a deleted group leads it to the new one, or to nothing; pops that waited start over.
 func TestDeleteGroup(t *testing.T) {
 	t.Parallel()
 	bs := together(t, 2, setup{recheck: slow})
 	b, other := bs[0], bs[1]
+	deaf := start(t, b.dsn, setup{alone: true, recheck: brisk}) // nobody tells it anything
 	remove := func(group string, keep bool, want int64) {
 		t.Helper()
 		n, _, err := other.DeleteGroup(t.Context(), "", group, keep)
@@ -382,15 +383,13 @@ func TestDeleteGroup(t *testing.T) {
 		p.Start = start
 		b.need(p, "")
 		b.push("q", "p", item{payload: `"n"`})
-		for range 3 {
+		for keep := range 4 {
 			b.need(wide("q", "new", 10, 1, 0), "n")
-			remove("new", true, 1)
+			remove("new", keep < 3, 1)
 		}
-		remove("new", false, 1)
 		b.need(wide("q", "new", 10, 1, 0), "m-0 m-1 n")
 	})
 	t.Run("hint lost", func(t *testing.T) {
-		deaf := start(t, b.dsn, setup{alone: true, recheck: brisk}) // nobody tells it anything
 		b.finish("deaf", b.need(wide("q", "deaf", 10, 1, 0), "m-0 m-1 n"))
 		for _, p := range []*groupcommit.Pop{wide("q", "deaf", 10, 1, soon), route("q", "p", "deaf", 10, soon)} {
 			w := deaf.park(p)
@@ -408,15 +407,16 @@ func TestDeleteGroup(t *testing.T) {
 		b.Catalog.ForgetQueue("slow")
 		other.finish("held", other.need(wide("slow", "held", 1, 1, 0), "m"))
 		w := b.park(wide("slow", "held", 2, 1, soon-removal))
-		d := b.need(wide("q", "held", 1, 1, 0), "m-0")
+		d := deaf.need(wide("q", "held", 1, 1, 0), "m-0")
+		deaf.need(wide("q", "held", 1, 1, 0), "") // it remembers the group, now that that is seeded
 		// They can be changed, but not removed.
 		release := hold(t, b.dsn, "select from ferrymq.cursors c join ferrymq.groups g on g.id = c.group_id where g.name = 'held' for key share of c")
 		remove("held", false, 2)
-		for _, r := range b.tryAck(t.Context(), "held", d.Lease, d.messages[0].public, says(groupcommit.Completed, d.messages...)...) {
-			is(t, "ack", r.Err, groupcommit.ErrNoConsumer)
-		}
-		if n, _, err := b.Extend(t.Context(), d.Lease, 60); n != 0 || err != nil {
+		if n, _, err := deaf.Extend(t.Context(), d.Lease, 60); n != 0 || err != nil {
 			t.Errorf("extended %d, %v", n, err)
+		}
+		for _, r := range deaf.tryAck(t.Context(), "held", d.Lease, d.messages[0].public, says(groupcommit.Completed, d.messages...)...) {
+			is(t, "ack", r.Err, groupcommit.ErrNoConsumer)
 		}
 		b.need(wide("q", "held", 1, 1, 0), "m-0")
 		if d := w.wait(t); d.payloads() != "m" {

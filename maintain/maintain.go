@@ -180,7 +180,11 @@ func (m *Maintainer) run(ctx context.Context, job db.JobClaimRow, lease uuid.UUI
 	case "delete_queue":
 		err = m.removeQueue(ctx, job.QueueID, next)
 	case "delete_group":
-		_, err = m.Engine.Catalog.RemoveGroup(ctx, *job.GroupID)
+		for more := true; more && err == nil; {
+			if err = next(); err == nil {
+				_, more, err = m.Engine.Catalog.RemoveGroup(ctx, *job.GroupID)
+			}
+		}
 	case "recheck":
 		err = m.recheck(ctx, job.QueueID)
 	case "retention":
