@@ -458,6 +458,9 @@ func TestDeleteGroupUnderLoad(t *testing.T) {
 		for _, wait := range []time.Duration{0, 50 * time.Millisecond} {
 			loop(func(int) error {
 				d, err := b.tryPop(ctx, wide("q", "g", 5, 5, wait))
+				if errors.Is(err, groupcommit.ErrNoConnection) { // a short wait may end before a flush of a busy machine has room
+					return nil
+				}
 				if err != nil || d == nil {
 					return err
 				}
@@ -555,7 +558,8 @@ func TestSeekStorm(t *testing.T) {
 					}
 				default: // pops and says something
 					d, err := b.tryPop(ctx, wide("q", "g", 1+r.Int64N(30), 1+r.Int64N(10), time.Duration(r.IntN(2))*20*time.Millisecond))
-					if err != nil && ctx.Err() == nil {
+					// A short wait may end before a flush of a busy machine has room.
+					if err != nil && ctx.Err() == nil && !errors.Is(err, groupcommit.ErrNoConnection) {
 						t.Errorf("pop: %v", err)
 						return
 					}
