@@ -1,6 +1,8 @@
 package db_test
 
 import (
+	"time"
+
 	"github.com/jackc/pgx/v5"
 
 	"ferrymq/db"
@@ -14,13 +16,14 @@ func retentionStatements(w *world) map[string]statement {
 	for i := range int64(100) {
 		parts, froms[i], tos[i] = append(parts, 1+i*(bigPartitions/100)), 100, 200
 	}
+	now := time.Now()
 	return map[string]statement{
 		"SweepClaim":    {sql: db.SweepClaim, arg: db.SweepClaimParams{Seconds: 5}, seq: []string{"sweeps"}},
 		"SweepSettings": {sql: db.SweepSettings},
 		"SweepRows":     {sql: db.SweepRows, seq: []string{"sweeps"}},
 
-		"RetentionDue":     {sql: db.RetentionDue, arg: db.RetentionDueParams{Max: 50}, buffers: 300, index: []string{"partitions_expire_at"}},
-		"RetentionLock":    {sql: db.RetentionLock, arg: db.RetentionLockParams{Max: 50}, buffers: 500, index: []string{"partitions_expire_at"}},
+		"RetentionDue":     {sql: db.RetentionDue, arg: db.RetentionDueParams{Due: now, Max: 50}, buffers: 300, index: []string{"partitions_expire_at"}},
+		"RetentionLock":    {sql: db.RetentionLock, arg: db.RetentionLockParams{Due: now, Max: 50}, buffers: 500, index: []string{"partitions_expire_at"}},
 		"RetentionMove":    {sql: db.RetentionMove, arg: db.RetentionMoveParams{Ids: parts, AgainSeconds: 60}, buffers: 3000, index: []string{"partitions_pkey"}},
 		"RetentionFree":    {sql: db.RetentionFree, arg: db.RetentionFreeParams{Ids: parts}, buffers: 3000, index: []string{"cursors_pkey"}},
 		"RetentionUnswept": {sql: db.RetentionUnswept, arg: db.RetentionUnsweptParams{After: 500, Max: 50}, buffers: 300, index: []string{"partitions_unswept"}},

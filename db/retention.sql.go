@@ -7,6 +7,7 @@ package db
 
 import (
 	"context"
+	"time"
 
 	"github.com/google/uuid"
 )
@@ -14,8 +15,7 @@ import (
 const Cleanup = `-- name: Cleanup :many
 with judged as materialized (
     select p.id, p.public_id, p.queue_id, p.name, p.hidden, p.next_offset > p.first_offset as filled, greatest(p.empty_since, p.last_push_at) as active_at,
-           p.swept_offset < p.first_offset
-               or exists (select from ferrymq.retired_keys r where r.partition_id = p.id)
+           exists (select from ferrymq.retired_keys r where r.partition_id = p.id)
                or exists (select from ferrymq.dead_letters d where d.partition_id = p.id)
                or exists (select from ferrymq.groups g join ferrymq.cursors c on c.group_id = g.id
                           where g.queue_id = p.queue_id and g.deleted_at is null and c.partition_id = p.id and c.lease_until > clock_timestamp()) as needed
@@ -85,7 +85,7 @@ func (q *Queries) Cleanup(ctx context.Context, arg CleanupParams) ([]CleanupRow,
 
 const CleanupLock = `-- name: CleanupLock :many
 select p.id from ferrymq.partitions p
-where p.empty_since <= statement_timestamp() - make_interval(days => $1::int)
+where p.empty_since <= statement_timestamp() - make_interval(days => $1::int) and p.swept_offset >= p.first_offset
 order by p.empty_since
 limit $2::bigint
 for update skip locked
@@ -312,18 +312,19 @@ func (q *Queries) QueueRemoveRetired(ctx context.Context, arg QueueRemoveRetired
 
 const RetentionDue = `-- name: RetentionDue :many
 select p.id from ferrymq.partitions p
-where p.expire_at <= statement_timestamp()
+where p.expire_at <= $1::timestamptz
 order by p.expire_at
-limit $1::bigint
+limit $2::bigint
 `
 
 type RetentionDueParams struct {
+	Due time.Time
 	Max int64
 }
 
 // The partitions with something due. Locked by RetentionLock, and what that passed over by PartitionLock, one at a time.
 func (q *Queries) RetentionDue(ctx context.Context, arg RetentionDueParams) ([]int64, error) {
-	rows, err := q.db.Query(ctx, RetentionDue, arg.Max)
+	rows, err := q.db.Query(ctx, RetentionDue, arg.Due, arg.Max)
 	if err != nil {
 		return nil, err
 	}
@@ -391,19 +392,20 @@ func (q *Queries) RetentionFree(ctx context.Context, arg RetentionFreeParams) ([
 
 const RetentionLock = `-- name: RetentionLock :many
 select p.id from ferrymq.partitions p
-where p.expire_at <= statement_timestamp()
+where p.expire_at <= $1::timestamptz
 order by p.expire_at
-limit $1::bigint
+limit $2::bigint
 for no key update skip locked
 `
 
 type RetentionLockParams struct {
+	Due time.Time
 	Max int64
 }
 
 // What is due is judged by the next statement: only that sees all segments up to the tail that is locked here.
 func (q *Queries) RetentionLock(ctx context.Context, arg RetentionLockParams) ([]int64, error) {
-	rows, err := q.db.Query(ctx, RetentionLock, arg.Max)
+	rows, err := q.db.Query(ctx, RetentionLock, arg.Due, arg.Max)
 	if err != nil {
 		return nil, err
 	}
@@ -754,11 +756,12 @@ func (q *Queries) RetiredExpire(ctx context.Context, arg RetiredExpireParams) (i
 	return result.RowsAffected(), nil
 }
 
-const SweepClaim = `-- name: SweepClaim :execrows
+const SweepClaim = `-- name: SweepClaim :one
 
 update ferrymq.sweeps s
 set due_at = greatest(s.due_at + make_interval(secs => $1::float8), clock_timestamp() + make_interval(secs => $1::float8) / 2)
 where s.name = 'retention' and s.due_at <= clock_timestamp()
+returning clock_timestamp()::timestamptz as began
 `
 
 type SweepClaimParams struct {
@@ -768,12 +771,12 @@ type SweepClaimParams struct {
 // Retention, cleanup and clear. Lock order as everywhere: partitions by id, or skipped when locked, then cursors by (group_id, partition_id).
 // Offsets below first_offset do not exist for readers. Their rows go later, in steps, without a lock on the partition.
 // One sweep per interval, whatever the number of brokers. On a grid, so that a broker that looks a little early next time is not a period late.
-func (q *Queries) SweepClaim(ctx context.Context, arg SweepClaimParams) (int64, error) {
-	result, err := q.db.Exec(ctx, SweepClaim, arg.Seconds)
-	if err != nil {
-		return 0, err
-	}
-	return result.RowsAffected(), nil
+// Returns its time: what becomes due during the sweep is for the next one, or it might never end.
+func (q *Queries) SweepClaim(ctx context.Context, arg SweepClaimParams) (time.Time, error) {
+	row := q.db.QueryRow(ctx, SweepClaim, arg.Seconds)
+	var began time.Time
+	err := row.Scan(&began)
+	return began, err
 }
 
 const SweepRows = `-- name: SweepRows :execrows

@@ -40,6 +40,7 @@ type setup struct {
 	recheck groupcommit.Recheck
 	alone   bool // no bus, no maintainer
 	pool    int
+	sweep   time.Duration // retention's interval; 0: none
 	change  func(*groupcommit.Options)
 }
 
@@ -93,7 +94,8 @@ func start(t testing.TB, dsn string, s setup) *broker {
 		}
 		b.bus = wake.Open(wake.Options{Conn: conn, Log: log, OnHint: b.Hint, OnQueue: b.QueueChanged, OnLost: b.LookAll})
 		close(opened)
-		b.maintainer = &maintain.Maintainer{Pool: pool, Log: log, Engine: b.Engine, Bus: b.bus, Name: "test"}
+		b.maintainer = &maintain.Maintainer{Pool: pool, Log: log, Engine: b.Engine, Bus: b.bus, Name: "test",
+			RetentionInterval: s.sweep, RetentionBatch: 100, CleanupDays: 1}
 		b.maintainer.Start()
 	} else {
 		b.Engine = groupcommit.New(o)

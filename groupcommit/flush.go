@@ -308,6 +308,8 @@ func (f *flusher) deliverPushes(hints []Hint, entries []*entry, inOrder bool, lo
 			n.stored(f.e)
 			if made {
 				f.e.Metrics.Add(n.queue.ID, metrics.PartitionsCreated, 1)
+			}
+			if n.base == 0 { // new, or at least new for those who wait for it
 				f.e.park.appeared(n.queue.ID, n.partition.Name)
 			}
 			hints = append(hints, Hint{Queue: n.queue.ID, Partition: n.row.ID})

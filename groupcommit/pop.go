@@ -346,11 +346,15 @@ func (e *Engine) popPartition(ctx context.Context, p *Pop, deadline time.Time) (
 		}
 		part := found[0]
 		p.QueueID = q.ID
+		missing := part.Row() == nil
 		g, err := e.Catalog.Meet(ctx, q, part, p.Group, p.Start, p.Named)
 		if err != nil {
 			return nil, e.Unavailable(err)
 		}
 		if row := part.Row(); row != nil {
+			if missing { // others may wait for it
+				e.park.appeared(q.ID, part.Name)
+			}
 			c := e.newClaim(p, q, g, newLease(g.ID), p.Batch, 1)
 			c.partition, c.wait = row, p.Wait > 0
 			d, err := e.await(ctx, c, deadline)

@@ -36,11 +36,14 @@ type Removed struct {
 // rows go afterwards, for as long as an interval lasts, so that a large backlog of them never delays the next look.
 func (m *Maintainer) retention(ctx context.Context) error {
 	end := time.Now().Add(m.RetentionInterval)
-	turn, err := m.q.SweepClaim(ctx, db.SweepClaimParams{Seconds: m.RetentionInterval.Seconds()})
-	if err != nil || turn == 0 {
+	began, err := m.q.SweepClaim(ctx, db.SweepClaimParams{Seconds: m.RetentionInterval.Seconds()})
+	if errors.Is(err, pgx.ErrNoRows) {
+		return nil
+	}
+	if err != nil {
 		return err
 	}
-	if err := m.removeDue(ctx); err != nil {
+	if err := m.removeDue(ctx, began); err != nil {
 		return err
 	}
 	for more := true; more; more = more && time.Now().Before(end) {
@@ -79,8 +82,8 @@ func (m *Maintainer) step(ctx context.Context, lock time.Duration, fn func(q *db
 	})
 }
 
-// removeDue moves first_offset past what is due, everywhere.
-func (m *Maintainer) removeDue(ctx context.Context) error {
+// removeDue moves first_offset past what was due at that time, everywhere.
+func (m *Maintainer) removeDue(ctx context.Context, due time.Time) error {
 	// Looking again at what is not consumed costs as much as the first time. For a few it may be done in every sweep.
 	again, room := min(m.RetentionInterval/2, lateAgain), int(soonAgain*m.RetentionInterval.Seconds())
 	move := func(lock func(q *db.Queries) ([]int64, error)) (found int, err error) {
@@ -113,14 +116,17 @@ func (m *Maintainer) removeDue(ctx context.Context) error {
 	for found := moveChunk; found == moveChunk; {
 		var err error
 		found, err = move(func(q *db.Queries) ([]int64, error) {
-			return q.RetentionLock(ctx, db.RetentionLockParams{Max: moveChunk})
+			return q.RetentionLock(ctx, db.RetentionLockParams{Due: due, Max: moveChunk})
 		})
+		if db.IsLockTimeout(err) { // somebody holds a cursor of one of them
+			break
+		}
 		if err != nil {
 			return err
 		}
 	}
 	// What is pushed to all the time may be locked whenever one looks: wait for it, but not for long.
-	busy, err := m.q.RetentionDue(ctx, db.RetentionDueParams{Max: moveChunk})
+	busy, err := m.q.RetentionDue(ctx, db.RetentionDueParams{Due: due, Max: busyMost})
 	if err != nil {
 		return err
 	}

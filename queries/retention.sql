@@ -1,11 +1,13 @@
 -- Retention, cleanup and clear. Lock order as everywhere: partitions by id, or skipped when locked, then cursors by (group_id, partition_id).
 -- Offsets below first_offset do not exist for readers. Their rows go later, in steps, without a lock on the partition.
 
--- name: SweepClaim :execrows
+-- name: SweepClaim :one
 -- One sweep per interval, whatever the number of brokers. On a grid, so that a broker that looks a little early next time is not a period late.
+-- Returns its time: what becomes due during the sweep is for the next one, or it might never end.
 update ferrymq.sweeps s
 set due_at = greatest(s.due_at + make_interval(secs => @seconds::float8), clock_timestamp() + make_interval(secs => @seconds::float8) / 2)
-where s.name = 'retention' and s.due_at <= clock_timestamp();
+where s.name = 'retention' and s.due_at <= clock_timestamp()
+returning clock_timestamp()::timestamptz as began;
 
 -- name: SweepSettings :exec
 -- A crash may undo a step of the sweep, it is done again. So its commits need not take a turn of their own at the disk.
@@ -18,14 +20,14 @@ select s.name from ferrymq.sweeps s where s.name = 'rows' for update skip locked
 -- name: RetentionDue :many
 -- The partitions with something due. Locked by RetentionLock, and what that passed over by PartitionLock, one at a time.
 select p.id from ferrymq.partitions p
-where p.expire_at <= statement_timestamp()
+where p.expire_at <= @due::timestamptz
 order by p.expire_at
 limit @max::bigint;
 
 -- name: RetentionLock :many
 -- What is due is judged by the next statement: only that sees all segments up to the tail that is locked here.
 select p.id from ferrymq.partitions p
-where p.expire_at <= statement_timestamp()
+where p.expire_at <= @due::timestamptz
 order by p.expire_at
 limit @max::bigint
 for no key update skip locked;
@@ -215,7 +217,7 @@ where p.id = x.id and p.expire_at is distinct from x.expire_at;
 -- name: CleanupLock :many
 -- Partitions that were emptied so many days ago, whatever came since.
 select p.id from ferrymq.partitions p
-where p.empty_since <= statement_timestamp() - make_interval(days => @days::int)
+where p.empty_since <= statement_timestamp() - make_interval(days => @days::int) and p.swept_offset >= p.first_offset
 order by p.empty_since
 limit @max::bigint
 for update skip locked;
@@ -233,8 +235,7 @@ for update of c;
 -- Removes those of the locked partitions that are empty and idle and hold nothing else that is needed, and puts off the others.
 with judged as materialized (
     select p.id, p.public_id, p.queue_id, p.name, p.hidden, p.next_offset > p.first_offset as filled, greatest(p.empty_since, p.last_push_at) as active_at,
-           p.swept_offset < p.first_offset
-               or exists (select from ferrymq.retired_keys r where r.partition_id = p.id)
+           exists (select from ferrymq.retired_keys r where r.partition_id = p.id)
                or exists (select from ferrymq.dead_letters d where d.partition_id = p.id)
                or exists (select from ferrymq.groups g join ferrymq.cursors c on c.group_id = g.id
                           where g.queue_id = p.queue_id and g.deleted_at is null and c.partition_id = p.id and c.lease_until > clock_timestamp()) as needed
