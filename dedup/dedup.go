@@ -268,6 +268,30 @@ func (c *Cache) Extend(partition, base int64, createdAt, since time.Time, keys [
 	return true
 }
 
+// Knows says whether a committed segment is remembered already, because another caller read what this one wrote: then
+// there is nothing to Extend. A segment with keys that the memory does not have where they should be is another one, stored
+// after the database was set back to an earlier time.
+func (c *Cache) Knows(partition, base int64, keys []byte, count int) bool {
+	s := c.shard(partition)
+	s.mu.RLock()
+	defer s.mu.RUnlock()
+	p := s.parts[partition]
+	if p == nil || base+int64(count) > p.tail {
+		return false
+	}
+	for first := 0; first*keySize < len(keys); first += lookStep {
+		chunk := keys[first*keySize : min((first+lookStep)*keySize, len(keys))]
+		hits := p.look(chunk, first, math.MinInt64, nil)
+		for i := 0; i < len(chunk); i += keySize {
+			at := int64(first + i/keySize)
+			if fingerprint(chunk[i:]) != 0 && !slices.ContainsFunc(hits, func(h Hit) bool { return int64(h.Index) == at && h.From <= base+at && base+at < h.To }) {
+				return false
+			}
+		}
+	}
+	return true
+}
+
 // Forget drops all that is remembered of a partition.
 func (c *Cache) Forget(partition int64) {
 	s := c.shard(partition)

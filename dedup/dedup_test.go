@@ -266,6 +266,42 @@ func TestGapForgets(t *testing.T) {
 	checkEmpty(t, c)
 }
 
+// TestKnows: what was read by one and written by another need not be told twice, and is not mistaken for another segment at its place.
+func TestKnows(t *testing.T) {
+	c := New(1 << 30)
+	if c.Knows(1, 0, nil, 0) {
+		t.Error("an unknown partition is known")
+	}
+	c.Load(1, 0, time.Time{})
+	const per, all = 1000, 40 // enough to seal blocks and give them filters
+	for i := range all {
+		if !c.Extend(1, int64(i*per), epoch, time.Time{}, keysOf(uint64(i*per), per), per) {
+			t.Fatal("Extend at the tail refused")
+		}
+	}
+	c.Extend(1, all*per, epoch, time.Time{}, nil, 5)
+	for i := range all {
+		if !c.Knows(1, int64(i*per), keysOf(uint64(i*per), per), per) {
+			t.Fatalf("segment %d is not known", i)
+		}
+	}
+	if !c.Knows(1, all*per, nil, 5) || !c.Knows(1, all*per+5, nil, 0) {
+		t.Error("a segment without keys at the tail is not known")
+	}
+	for _, other := range []struct {
+		base  int64
+		keys  []byte
+		count int
+	}{{all*per + 3, nil, 3}, {per, keysOf(77_000_000, per), per}, {per + 1, keysOf(per, per), per}, {all * per, keysOf(all*per, 5), 5}} {
+		if c.Knows(1, other.base, other.keys, other.count) {
+			t.Errorf("%d messages at %d are known", other.count, other.base)
+		}
+	}
+	if tail, ok := c.Tail(1, time.Time{}); tail != all*per+5 || !ok {
+		t.Errorf("tail %d, %t", tail, ok)
+	}
+}
+
 func TestWindow(t *testing.T) {
 	c := New(1 << 30)
 	c.Load(1, 0, epoch)

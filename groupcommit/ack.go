@@ -138,7 +138,7 @@ func (e *Engine) ack(ctx context.Context, a *Acks) {
 			s.Lease = a.Lease
 		}
 		if v.signal >= 0 && (v.action == actDeadLetter && c.end >= 0 || dead != nil) {
-			if dead, err = e.copyOf(ctx, row, v.failedAt); err != nil {
+			if dead, err = e.copyOf(ctx, e.q, row, v.failedAt); err != nil {
 				a.fail(err)
 				return
 			}
@@ -154,7 +154,7 @@ func (e *Engine) ack(ctx context.Context, a *Acks) {
 			e.held.drop(g.ID, row.ID) // it is not as remembered
 			continue
 		case s.Outcome == outNeedCopy:
-			if dead, err = e.copyOf(ctx, row, v.failedAt); err != nil {
+			if dead, err = e.copyOf(ctx, e.q, row, v.failedAt); err != nil {
 				a.fail(err)
 				return
 			}
@@ -317,25 +317,38 @@ func (e *Engine) readCursor(ctx context.Context, a *Acks, g **catalog.Group, row
 	if a.Leased && (!r.Live || r.LeaseID == nil || *r.LeaseID != a.Lease) {
 		return nil, ErrLease
 	}
-	c := &cursor{committed: r.Committed, end: -1, below: true}
-	to := r.Committed + ackWindow
-	if r.BatchEnd != nil {
-		c.end = *r.BatchEnd
-		to = max(to, c.end)
-	}
-	rows, err := e.q.SegmentKeysAt(ctx, db.SegmentKeysAtParams{PartitionID: row.ID, FromOffset: max(r.Committed-ackWindow, 0), ToOffset: to})
-	if err != nil {
+	c := cursorAt(r)
+	if err := c.read(ctx, e.q, row, 1<<63-1); err != nil {
 		return nil, e.Unavailable(err)
-	}
-	for i := len(rows) - 1; i >= 0; i-- {
-		c.parts = append(c.parts, keyed{base: rows[i].BaseOffset, count: int(rows[i].Count), first: rows[i].FirstID, keys: rows[i].Keys})
 	}
 	return c, nil
 }
 
+func cursorAt(r db.CursorGetRow) *cursor {
+	c := &cursor{committed: r.Committed, end: -1}
+	if r.BatchEnd != nil {
+		c.end = *r.BatchEnd
+	}
+	return c
+}
+
+// read fetches the ids around a cursor, of messages below tail.
+func (c *cursor) read(ctx context.Context, q *db.Queries, row *catalog.Row, tail int64) error {
+	rows, err := q.SegmentKeysAt(ctx, db.SegmentKeysAtParams{PartitionID: row.ID, FromOffset: max(c.committed-ackWindow, 0),
+		ToOffset: min(max(c.committed+ackWindow, c.end), tail)})
+	if err != nil {
+		return err
+	}
+	c.parts, c.below = c.parts[:0:0], true
+	for i := len(rows) - 1; i >= 0; i-- {
+		c.parts = append(c.parts, keyed{base: rows[i].BaseOffset, count: int(rows[i].Count), first: rows[i].FirstID, keys: rows[i].Keys})
+	}
+	return nil
+}
+
 // copyOf makes the copy of one message that a dead letter keeps.
-func (e *Engine) copyOf(ctx context.Context, row *catalog.Row, offset int64) (*deadCopy, error) {
-	s, err := e.q.SegmentAt(ctx, db.SegmentAtParams{PartitionID: row.ID, AtOffset: offset})
+func (e *Engine) copyOf(ctx context.Context, q *db.Queries, row *catalog.Row, offset int64) (*deadCopy, error) {
+	s, err := q.SegmentAt(ctx, db.SegmentAtParams{PartitionID: row.ID, AtOffset: offset})
 	if err != nil && !errors.Is(err, pgx.ErrNoRows) {
 		return nil, e.Unavailable(err)
 	}

@@ -115,7 +115,10 @@ type Engine struct {
 	ended    atomic.Pointer[chan struct{}] // closed while the broker drains or pops are paused: nothing parks
 	workers  sync.WaitGroup
 	sideWork sync.WaitGroup
-	sideRoom chan struct{} // side lanes may hold so many connections
+	sideRoom chan struct{} // side lanes and transactions may hold so many connections
+	turns    turns
+	transact atomic.Int64      // when a transaction began last, in Unix seconds
+	reading  [lanes]sync.Mutex // by partition: the memory of ids is completed by one at a time
 }
 
 // New starts an engine. Close ends it.

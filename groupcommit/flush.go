@@ -9,7 +9,6 @@ import (
 
 	"github.com/google/uuid"
 
-	"ferrymq/catalog"
 	"ferrymq/db"
 	"ferrymq/metrics"
 )
@@ -50,14 +49,6 @@ func (f *flusher) flush(b *board) error {
 	pushed := []int64{}
 	cursors := lockSet{db.LockCursorsParams{GroupIds: []int32{}, PartitionIds: []int64{}, LeaseIds: []uuid.UUID{}}}
 	a, c := appendParams(entries)
-	inOrder := len(a.Ids) > 1 && (e.Alone == nil || !e.Alone())
-	for _, id := range a.Ids {
-		pushed = append(pushed, id)
-		if inOrder {
-			locks.Ids = append(locks.Ids, id)
-			locks.Reaches = append(locks.Reaches, 1<<63-1)
-		}
-	}
 	ofLanes := slices.DeleteFunc(slices.Clone(settles), func(s *settle) bool { return !s.ofLane() })
 	others := slices.DeleteFunc(slices.Clone(settles), (*settle).ofLane)
 	for _, s := range settles {
@@ -66,6 +57,15 @@ func (f *flusher) flush(b *board) error {
 			locks.Reaches = append(locks.Reaches, s.reached)
 		}
 		cursors.add(s.group.ID, s.row.ID, s.Lease)
+	}
+	// Whoever else locks two of these partitions does it in this order: other brokers, and the transactions of this one.
+	inOrder := len(a.Ids) > 0 && len(a.Ids)+len(locks.Ids) > 1 && (e.Alone == nil || !e.Alone() || e.transacting())
+	for _, id := range a.Ids {
+		pushed = append(pushed, id)
+		if inOrder {
+			locks.Ids = append(locks.Ids, id)
+			locks.Reaches = append(locks.Reaches, 1<<63-1)
+		}
 	}
 	for _, r := range b.restores {
 		cursors.add(r.group, r.partition, uuid.UUID{})
@@ -291,12 +291,8 @@ func (f *flusher) deliverPushes(hints []Hint, entries []*entry, inOrder bool, lo
 		done, made := n.total == 0, n.row == nil
 		if made {
 			if r, ok := byPublic[n.public]; ok {
-				f.e.Catalog.Claimed(n.queue.ID, r.ID, r.PublicID, n.partition.Name, n.partition.Hidden, n.total)
-				if n.row = n.partition.Row(); n.row == nil || n.row.ID != r.ID {
-					n.partition.Created(catalog.Row{ID: r.ID, PublicID: r.PublicID})
-					n.row = n.partition.Row()
-				}
-				n.base, n.createdAt, done = 0, r.CreatedAt, true
+				n.made(f.e, r)
+				done = true
 			}
 		} else if r, ok := byID[n.row.ID]; ok {
 			n.base, n.createdAt, done = r.Base, r.CreatedAt, true
@@ -306,9 +302,6 @@ func (f *flusher) deliverPushes(hints []Hint, entries []*entry, inOrder bool, lo
 		}
 		if done {
 			n.stored(f.e)
-			if made {
-				f.e.Metrics.Add(n.queue.ID, metrics.PartitionsCreated, 1)
-			}
 			if n.base == 0 { // new, or at least new for those who wait for it
 				f.e.park.appeared(n.queue.ID, n.partition.Name)
 			}

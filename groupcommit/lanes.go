@@ -82,7 +82,7 @@ func (e *Engine) settleLanes(ctx context.Context, g *catalog.Group, ds []*Delive
 		s, d := settles[i], ds[i]
 		<-s.done
 		if s.Err == nil && s.Applied && s.Outcome == outNeedCopy { // its last attempt
-			if s.Copy, d.Err = e.copyOf(ctx, s.row, d.Offset); d.Err != nil {
+			if s.Copy, d.Err = e.copyOf(ctx, e.q, s.row, d.Offset); d.Err != nil {
 				continue
 			}
 			s.Applied, s.done = false, make(chan struct{})
@@ -191,7 +191,7 @@ func (e *Engine) passOver(c *claim, spans []*Span) (kept []*Span, passed bool) {
 				ctx, cancel := context.WithTimeout(context.Background(), e.StatementTimeout)
 				defer cancel()
 				var err error
-				if x.Copy, err = e.copyOf(ctx, x.row, s.Start); err != nil {
+				if x.Copy, err = e.copyOf(ctx, e.q, x.row, s.Start); err != nil {
 					return // found again when this lease has ended
 				}
 			}

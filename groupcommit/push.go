@@ -80,7 +80,9 @@ func (e *Engine) admit(ctx context.Context, p *Push) error {
 		return ErrNoKey
 	}
 	if p.Queue.MaxSize > 0 {
-		return e.sizes.admit(ctx, e, p)
+		return e.sizes.admit(e, p.Queue, int64(len(p.Messages)), func() (int64, error) {
+			return e.q.QueuePendingCount(ctx, db.QueuePendingCountParams{QueueID: p.Queue.ID})
+		})
 	}
 	return nil
 }
@@ -276,11 +278,22 @@ func (f *flusher) plan(pushes []*Push) []*entry {
 
 // stored is called after the commit that stored an entry.
 func (n *entry) stored(e *Engine) {
+	n.remember(e)
+	for _, p := range n.pushes {
+		p.finish(e, nil)
+	}
+}
+
+// remember notes what the commit of an entry stored. Before it nobody may know: a push that failed leaves no trace.
+func (n *entry) remember(e *Engine) {
 	if n.queue.DedupWindowSeconds > 0 {
 		if n.base == 0 {
 			e.dedup.Load(n.row.ID, 0, time.Time{})
 		}
 		for _, p := range n.parts {
+			if e.dedup.Knows(n.row.ID, n.base+p.rel, p.keys, int(p.count)) { // a transaction that waited for this commit has read it
+				continue
+			}
 			if !e.dedup.Extend(n.row.ID, n.base+p.rel, n.createdAt, n.since(e).Add(-dedupSlack), p.keys, int(p.count)) {
 				break
 			}
@@ -301,8 +314,18 @@ func (n *entry) stored(e *Engine) {
 				r.Offset += n.base
 			}
 		}
-		p.finish(e, nil)
 	}
+}
+
+// made notes the row of the partition that the commit of an entry created.
+func (n *entry) made(e *Engine, r db.CreatePartitionsRow) {
+	e.Catalog.Claimed(n.queue.ID, r.ID, r.PublicID, n.partition.Name, n.partition.Hidden, n.total)
+	if n.row = n.partition.Row(); n.row == nil || n.row.ID != r.ID {
+		n.partition.Created(catalog.Row{ID: r.ID, PublicID: r.PublicID})
+		n.row = n.partition.Row()
+	}
+	n.base, n.createdAt = 0, r.CreatedAt
+	e.Metrics.Add(n.queue.ID, metrics.PartitionsCreated, 1)
 }
 
 func appendParams(entries []*entry) (a db.AppendSegmentsParams, c db.CreatePartitionsParams) {
@@ -376,14 +399,15 @@ func (s *sizes) of(queue int32) *size {
 	return z
 }
 
-func (s *sizes) admit(ctx context.Context, e *Engine, p *Push) error {
-	z, n := s.of(p.Queue.ID), int64(len(p.Messages))
+// admit says whether n more messages fit. count is the backlog without them.
+func (s *sizes) admit(e *Engine, q *catalog.Queue, n int64, count func() (int64, error)) error {
+	z := s.of(q.ID)
 	z.mu.Lock()
 	defer z.mu.Unlock()
-	fits := func() bool { return z.pending+z.added.Load()+n <= p.Queue.MaxSize }
+	fits := func() bool { return z.pending+z.added.Load()+n <= q.MaxSize }
 	if z.at.IsZero() || time.Since(z.at) > time.Second || !fits() {
 		at := time.Now()
-		pending, err := e.q.QueuePendingCount(ctx, db.QueuePendingCountParams{QueueID: p.Queue.ID})
+		pending, err := count()
 		if err != nil {
 			return e.Unavailable(err)
 		}

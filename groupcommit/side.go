@@ -275,6 +275,9 @@ func (e *Engine) resolve(ctx context.Context, p *Push) error {
 
 // catchUp completes the memory of a partition up to the tail its transaction sees. Under the partition's lock that is to; else -1.
 func (e *Engine) catchUp(ctx context.Context, q *db.Queries, n *entry, to int64) error {
+	reading := &e.reading[uint64(n.row.ID)%lanes]
+	reading.Lock()
+	defer reading.Unlock()
 	since := n.since(e)
 	tail, ok := e.dedup.Tail(n.row.ID, since)
 	since = since.Add(-dedupSlack)
@@ -295,18 +298,21 @@ func (e *Engine) catchUp(ctx context.Context, q *db.Queries, n *entry, to int64)
 	}
 	// Retention leaves nothing of segments that had no ids, or old ones.
 	hole := func(end int64, at time.Time) {
-		if end > tail {
+		if end > tail && !e.dedup.Knows(n.row.ID, tail, nil, int(end-tail)) {
 			e.dedup.Extend(n.row.ID, tail, at, since, nil, int(end-tail))
 		}
 	}
 	for _, r := range rows {
 		hole(r.BaseOffset, r.CreatedAt)
+		tail = r.BaseOffset + int64(r.Count)
+		if e.dedup.Knows(n.row.ID, r.BaseOffset, r.Keys, int(r.Count)) { // its flush has just ended
+			continue
+		}
 		if !e.dedup.Extend(n.row.ID, r.BaseOffset, r.CreatedAt, since, r.Keys, int(r.Count)) {
 			// More than the memory holds: it begins here, complete only for windows that begin later.
 			e.dedup.Load(n.row.ID, r.BaseOffset, r.CreatedAt.Add(time.Microsecond))
 			e.dedup.Extend(n.row.ID, r.BaseOffset, r.CreatedAt, since, r.Keys, int(r.Count))
 		}
-		tail = r.BaseOffset + int64(r.Count)
 	}
 	hole(to, since)
 	return nil
@@ -416,17 +422,22 @@ func (e *Engine) sideSettle(s *settle) {
 	}
 	e.Metrics.Total(metrics.CommitAcks, acks([]*settle{s}))
 	if len(rows) > 0 {
-		s.apply(e, rows[0])
-		if h, here, ok := s.hint(); here {
-			e.announce([]Hint{h}, nil)
-		} else if ok && e.Announce != nil {
-			e.Announce([]Hint{h})
-		}
-		if s.missed && s.Released {
-			e.park.left(s.group, s.row.ID)
-		}
+		e.settled(s, rows[0])
 	}
 	s.finish(nil)
+}
+
+// settled puts into effect what a commit outside of a flush made of a settle.
+func (e *Engine) settled(s *settle, r db.SettleCursorsRow) {
+	s.apply(e, r)
+	if h, here, ok := s.hint(); here {
+		e.announce([]Hint{h}, nil)
+	} else if ok && e.Announce != nil {
+		e.Announce([]Hint{h})
+	}
+	if s.missed && s.Released {
+		e.park.left(s.group, s.row.ID)
+	}
 }
 
 func (e *Engine) settings(lock time.Duration) db.FlushSettingsParams {
