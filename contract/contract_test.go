@@ -99,6 +99,7 @@ func TestContract(t *testing.T) {
 	if err != nil || len(files) == 0 {
 		t.Fatalf("no scripts: %v", err)
 	}
+	t.Run("clients", func(t *testing.T) { t.Parallel(); testClients(t, bin) })
 	for _, file := range files {
 		t.Run(strings.TrimSuffix(filepath.Base(file), ".txt"), func(t *testing.T) {
 			t.Parallel()
