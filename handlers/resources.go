@@ -515,6 +515,10 @@ func (a *API) statusQueue(w http.ResponseWriter, r *request) error {
 
 // refreshNumbers counts now, and makes the other brokers count again before they answer.
 func (a *API) refreshNumbers(w http.ResponseWriter, r *request) error {
+	err := a.Metrics.Flush()
+	if err != nil {
+		return a.databaseError(r, err, "query failed")
+	}
 	at, err := a.queries.NumbersWant(r.Context())
 	if err != nil {
 		return a.databaseError(r, err, "query failed")

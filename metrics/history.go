@@ -2,20 +2,19 @@ package metrics
 
 import (
 	"context"
-	"errors"
+	"fmt"
 	"sync"
 	"sync/atomic"
 	"time"
-
-	"github.com/jackc/pgx/v5/pgconn"
 
 	"ferrymq/db"
 )
 
 const (
 	writeEvery  = 10 * time.Second
-	processMost = time.Minute // a broker that does nothing writes so often
-	writeTime   = 5 * time.Second
+	processMost = time.Minute     // a broker that does nothing writes so often
+	writeTime   = 5 * time.Second // for a connection, and then for the statement
+	closeTime   = time.Second
 	writeRows   = 1000 // queues in one statement
 	expireEvery = 10 * time.Minute
 	expireRows  = 1000
@@ -96,7 +95,7 @@ func (m *Metrics) Start() {
 func (m *Metrics) Close() {
 	m.cancel()
 	m.running.Wait()
-	if err := m.Flush(); err != nil {
+	if err := m.flush(context.Background(), closeTime); err != nil {
 		m.Log.Warn("the last counts were not written", "error", db.Text(err))
 	}
 }
@@ -113,7 +112,7 @@ func (m *Metrics) run() {
 		case <-ticker.C:
 		}
 		m.keepSample(m.sample())
-		err := m.Flush()
+		err := m.flush(m.stop, writeTime)
 		if err == nil && time.Since(expired) > expireEvery {
 			expired = time.Now()
 			err = m.expire()
@@ -137,25 +136,40 @@ func (m *Metrics) expire() error {
 	return err
 }
 
-// Flush writes what was counted since the last time, so that whoever reads the tables sees it. It has its own time limit:
-// a caller who goes away must not leave it open what has been written.
-func (m *Metrics) Flush() error {
+// Flush writes what was counted since the last time, so that whoever reads the tables sees it.
+func (m *Metrics) Flush() error { return m.flush(context.Background(), writeTime) }
+
+// flush waits for a connection so long, or until ctx ends. What is sent then has a time limit of its own: it must not be left
+// open what has been written.
+func (m *Metrics) flush(ctx context.Context, patience time.Duration) error {
 	m.writing.Lock()
 	defer m.writing.Unlock()
 	if !m.started.Load() {
 		return nil
 	}
+	now, p, rows := m.sample(), m.pool(), m.take()
+	if len(rows) == 0 && now.at.Sub(m.last.at) < processMost {
+		return nil
+	}
+	soon, stop := context.WithTimeout(ctx, patience)
+	conn, err := m.Pools[0].Acquire(soon)
+	stop()
+	if err != nil {
+		m.giveBack(rows)
+		return fmt.Errorf("%w: %w", db.ErrAcquire, err)
+	}
+	defer conn.Release()
 	ctx, cancel := context.WithTimeout(context.Background(), writeTime)
 	defer cancel()
-	now, p, rows := m.sample(), m.pool(), m.take()
+	q := db.New(conn)
 	for done := 0; done < len(rows) || now.at.Sub(m.last.at) >= processMost; {
 		part := rows[done:min(done+writeRows, len(rows))]
 		arg := columns(part)
 		arg.Broker, arg.RssBytes, arg.PoolActive, arg.PoolIdle, arg.PoolSize = m.Name, Resident(), p.active, p.idle, p.size
 		arg.WallMs, arg.UptimeSeconds = now.at.Sub(m.last.at).Milliseconds(), int64(now.at.Sub(m.began).Seconds())
 		arg.CpuUserMs, arg.CpuSysMs = (now.user - m.last.user).Milliseconds(), (now.system - m.last.system).Milliseconds()
-		if err := m.q.ActivityAdd(ctx, arg); err != nil {
-			if perhapsDone(err) { // rather a count that is missing than one that never was
+		if err := q.ActivityAdd(ctx, arg); err != nil {
+			if db.IsConnection(err) && !db.NotSent(err) { // rather a count that is missing than one that never was
 				done += len(part)
 			}
 			m.giveBack(rows[done:])
@@ -165,12 +179,6 @@ func (m *Metrics) Flush() error {
 		m.last = now
 	}
 	return nil
-}
-
-// perhapsDone says that a statement that failed may have been committed.
-func perhapsDone(err error) bool {
-	var connect *pgconn.ConnectError
-	return db.IsConnection(err) && !db.NotSent(err) && !errors.Is(err, db.ErrAcquire) && !errors.As(err, &connect)
 }
 
 // row is what happened to one queue; queue 0 is everything.

@@ -1,16 +1,13 @@
 package metrics
 
 import (
-	"errors"
 	"fmt"
-	"io"
 	"log/slog"
 	"strings"
 	"sync"
 	"testing"
 	"time"
 
-	"github.com/jackc/pgx/v5/pgconn"
 	"github.com/jackc/pgx/v5/pgxpool"
 
 	"ferrymq/db"
@@ -124,7 +121,9 @@ func TestIdle(t *testing.T) {
 			t.Fatal(err)
 		}
 	}
-	writes := func() int64 { return number(t, pool, "select coalesce(sum(xmin::text::bigint), 0) from ferrymq.activity") }
+	writes := func() int64 {
+		return number(t, pool, "select coalesce(sum(xmin::text::bigint), 0) from ferrymq.activity")
+	}
 	flush()
 	before := writes()
 	if before == 0 {
@@ -270,18 +269,34 @@ func TestGauges(t *testing.T) {
 	}
 }
 
-// TestPerhapsDone: a count is written again only when it was surely not written.
-func TestPerhapsDone(t *testing.T) {
+// TestNoConnection: what cannot be written for lack of a connection is kept, and a broker that stops does not wait for long.
+func TestNoConnection(t *testing.T) {
 	t.Parallel()
-	for _, c := range []struct {
-		err  error
-		want bool
-	}{
-		{db.ErrAcquire, false}, {&pgconn.ConnectError{}, false}, {&pgconn.PgError{Code: "42P01"}, false}, {errors.New("an argument that cannot be sent"), false},
-		{io.ErrUnexpectedEOF, true}, {&pgconn.PgError{Code: "57P01"}, true},
-	} {
-		if got := perhapsDone(c.err); got != c.want {
-			t.Errorf("%T %v: %v, want %v", c.err, c.err, got, c.want)
+	pool := dbtest.Pool(t, dbtest.New(t), 1)
+	m := begin(t, pool, "a", nil)
+	conn, err := pool.Acquire(t.Context())
+	if err != nil {
+		t.Fatal(err)
+	}
+	m.Add(7, PushMessages, 3)
+	for range 3 {
+		if err := m.flush(t.Context(), 10*time.Millisecond); !db.IsConnection(err) {
+			t.Errorf("%v", err)
+		}
+		m.Add(7, PushMessages, 1)
+	}
+	began := time.Now()
+	m.Close()
+	if took := time.Since(began); took > 2*closeTime {
+		t.Errorf("closing took %v", took)
+	}
+	conn.Release()
+	if err := m.Flush(); err != nil {
+		t.Fatal(err)
+	}
+	for _, of := range []string{"0", "7"} {
+		if n := number(t, pool, "select sum(push_messages) from ferrymq.activity where queue_id = "+of); n != 6 {
+			t.Errorf("%d of queue %s, want 6", n, of)
 		}
 	}
 }
