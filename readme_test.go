@@ -77,7 +77,7 @@ func TestReadmeCommandsAreTested(t *testing.T) {
 			counts[b.heading]++
 		}
 	}
-	if want := map[string]int{"From nothing": 2, "Push, pop, ack": 4, "Authentication": 2, "In production": 2}; !reflect.DeepEqual(counts, want) {
+	if want := map[string]int{"From nothing": 2, "Push, pop, ack": 5, "Authentication": 2, "In production": 2}; !reflect.DeepEqual(counts, want) {
 		t.Errorf("shell blocks per section: %v, tests know %v", counts, want)
 	}
 	if s := sh(t, "From nothing"); s[1] != "go test ./...\n" {
@@ -155,6 +155,10 @@ func TestReadmeExample(t *testing.T) {
 		if i+1 < len(blocks) && blocks[i+1].lang == "json" {
 			if got, want := shape(string(out)), shape(blocks[i+1].text); got != want {
 				t.Errorf("%s\nanswered\n%s\nthe README says\n%s", b.text, got, want)
+			}
+		} else if strings.Contains(b.text, "/depth") {
+			if !strings.Contains(string(out), `"pending":0`) || strings.Contains(string(out), `"error"`) {
+				t.Errorf("%s\nanswered %s", b.text, out)
 			}
 		} else if !strings.Contains(string(out), `"transactionId":"order-1"`) {
 			t.Errorf("%s\nanswered %s", b.text, out)
