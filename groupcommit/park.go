@@ -508,7 +508,7 @@ func (p *parking) withdraw(c *claim) bool {
 	return false
 }
 
-// ParkedPops is how many pops wait on each queue.
+// ParkedPops is how many pops wait on each queue. Queues of other projects have no name here.
 func (e *Engine) ParkedPops() []metrics.Parked {
 	p := e.park
 	p.mu.Lock()
@@ -522,10 +522,10 @@ func (e *Engine) ParkedPops() []metrics.Parked {
 	}
 	for _, g := range p.groups {
 		if len(g.idle) > 0 {
-			add(g.queue, g.idle[0].queue.Name, len(g.idle))
+			add(g.queue, e.nameOf(g.idle[0].queue), len(g.idle))
 		}
 		for _, waiting := range g.narrow {
-			add(g.queue, waiting[0].queue.Name, len(waiting))
+			add(g.queue, e.nameOf(waiting[0].queue), len(waiting))
 		}
 	}
 	for _, w := range p.watchers {
@@ -536,6 +536,13 @@ func (e *Engine) ParkedPops() []metrics.Parked {
 		all = append(all, *x)
 	}
 	return all
+}
+
+func (e *Engine) nameOf(q *catalog.Queue) string {
+	if q.ProjectID != e.Project {
+		return ""
+	}
+	return q.Name
 }
 
 // endAll answers every parked claim. p.mu is held.

@@ -234,7 +234,7 @@ var (
 		{family("ack_requests_total", "Ack requests."), of(AckRequests)},
 		{family("push_messages_total", "Messages stored."), of(PushMessages)},
 		{family("pop_messages_total", "Messages delivered."), of(PopMessages)},
-		{family("ack_messages_total", "Acknowledgments in ack requests, whatever became of them."), of(AckSuccess, AckFailed)},
+		{family("ack_messages_total", "Acknowledgments in ack requests and transactions, whatever became of them."), of(AckSuccess, AckFailed)},
 		{family("pop_empty_total", "Pops answered 204."), of(PopEmpty)},
 		{family("push_duplicates_total", "Pushed messages that repeated one inside the deduplication window."), of(PushDuplicates)},
 		{family("ack_failed_total", "Acknowledgments that were not a completed one: failed, retry and dlq, and all that were refused."), of(AckFailed)},
