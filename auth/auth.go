@@ -1,5 +1,5 @@
 // Package auth says who sent a request and what that sender may do: it checks the Authorization header against a root
-// key and against JSON Web Tokens, whose keys are given or fetched from a URL.
+// key, against JSON Web Tokens, whose keys are given or fetched from a URL, and against the API keys of projects.
 package auth
 
 import (
@@ -38,6 +38,7 @@ const (
 type Identity struct {
 	Subject string // "" is nobody in particular
 	Roles   Role
+	Key     *Key // of an API key, which has no roles
 }
 
 // Error is why a request has no identity: the text of its answer.
@@ -50,6 +51,7 @@ func (e Error) Error() string { return string(e) }
 const (
 	ErrRequired  Error = "Authentication required"
 	ErrHeader    Error = "Bad token header"
+	ErrKey       Error = "Unknown API key"
 	ErrAlgorithm Error = "Unsupported token algorithm"
 	ErrKeyID     Error = "Unknown key ID"
 	ErrSignature Error = "Invalid token signature"
@@ -220,9 +222,10 @@ func (v *Verifier) Open(path []string) bool {
 	})
 }
 
-// Authenticate says who sent a request with these Authorization headers. Its error is an Error. It waits only for a key
-// set that is being fetched, at most for as long as that may take.
-func (v *Verifier) Authenticate(ctx context.Context, headers []string) (Identity, error) {
+// Authenticate says who sent a request with these Authorization headers. API keys are looked up in apiKeys; nil: none is accepted.
+// Its error is an Error, or that of a look-up. It waits only for that, and for a key set that is being fetched, at most for as long as
+// that may take.
+func (v *Verifier) Authenticate(ctx context.Context, headers []string, apiKeys *Keys) (Identity, error) {
 	if len(headers) > 1 {
 		return Identity{}, ErrHeader // which of them counts is not for us to guess
 	}
@@ -244,6 +247,9 @@ func (v *Verifier) Authenticate(ctx context.Context, headers []string) (Identity
 	sum := sha256.Sum256([]byte(token))
 	if v.o.RootKey != "" && subtle.ConstantTimeCompare(sum[:], v.root[:]) == 1 {
 		return Identity{Roles: Admin}, nil
+	}
+	if apiKeys != nil && strings.HasPrefix(token, SecretPrefix) {
+		return apiKeys.authenticate(ctx, token, sum)
 	}
 	if !v.o.JWT || len(token) > maxToken {
 		return Identity{}, ErrHeader

@@ -101,7 +101,7 @@ func hs256(t testing.TB, claims string) string {
 // ask authenticates one header.
 func ask(t testing.TB, v *Verifier, h string) (Identity, error) {
 	t.Helper()
-	return v.Authenticate(t.Context(), []string{h})
+	return v.Authenticate(t.Context(), []string{h}, nil)
 }
 
 func TestHeader(t *testing.T) {
@@ -145,14 +145,14 @@ func TestHeader(t *testing.T) {
 		{headers: []string{"", "Bearer " + token}, err: ErrHeader, without: ErrHeader},
 		{headers: []string{"Bearer " + o.RootKey, "Bearer " + o.RootKey}, err: ErrHeader, without: ErrHeader},
 	} {
-		if id, err := v.Authenticate(t.Context(), c.headers); id != c.id || err != c.err {
+		if id, err := v.Authenticate(t.Context(), c.headers, nil); id != c.id || err != c.err {
 			t.Errorf("%q: %+v, %v; want %+v, %v", c.headers, id, err, c.id, c.err)
 		}
 		want := c.id
 		if c.without != nil {
 			want = Identity{}
 		}
-		if id, err := rootOnly.Authenticate(t.Context(), c.headers); id != want || err != c.without {
+		if id, err := rootOnly.Authenticate(t.Context(), c.headers, nil); id != want || err != c.without {
 			t.Errorf("without tokens, %q: %+v, %v; want %+v, %v", c.headers, id, err, want, c.without)
 		}
 	}
@@ -566,7 +566,7 @@ func BenchmarkAuthenticate(b *testing.B) {
 			headers := []string{"Bearer " + sign(b, header(c.method.Alg()), claims, c.method, c.key)}
 			b.ReportAllocs()
 			for b.Loop() {
-				if _, err := v.Authenticate(b.Context(), headers); err != nil {
+				if _, err := v.Authenticate(b.Context(), headers, nil); err != nil {
 					b.Fatal(err)
 				}
 			}

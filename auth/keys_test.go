@@ -165,7 +165,7 @@ func TestKeySetMiss(t *testing.T) {
 		// Requests that come before the first answer wait for it, and a gone client does not end that.
 		gone, cancel := context.WithCancel(t.Context())
 		cancel()
-		if _, err := v.Authenticate(gone, []string{old}); err != ErrKeyID {
+		if _, err := v.Authenticate(gone, []string{old}, nil); err != ErrKeyID {
 			t.Error(err)
 		}
 		var wait sync.WaitGroup
@@ -344,7 +344,7 @@ func TestKeySetHTTP(t *testing.T) {
 				cancel()
 			}()
 		}
-		if _, err := v.Authenticate(ctx, []string{token}); err != want {
+		if _, err := v.Authenticate(ctx, []string{token}, nil); err != want {
 			t.Errorf("%s: %v, want %v", url, err, want)
 		}
 		v.Close()

@@ -28,6 +28,9 @@ const QueueMode = "__QUEUE_MODE__"
 // ErrGone means that the queue was deleted while it was being used. The caller resolves the name again.
 var ErrGone = errors.New("queue is gone")
 
+// ErrNoProject means that the project was deleted while it was being used.
+var ErrNoProject = errors.New("project is gone")
+
 // Queue is one row of queues. A change makes a new Queue; one that is held never changes.
 type Queue = db.FerrymqQueue
 
@@ -194,6 +197,9 @@ func (c *Catalog) In(ctx context.Context, project string) (*Catalog, error) {
 	return c.Of(id), nil
 }
 
+// ForgetProject drops a name whose project was deleted.
+func (c *Catalog) ForgetProject(name string) { c.projects.drop(name) }
+
 // Of is In by id.
 func (c *Catalog) Of(project int32) *Catalog { return &Catalog{c.shared, project} }
 
@@ -302,12 +308,14 @@ func (c *Catalog) createQueue(ctx context.Context, name string, keep time.Durati
 		}
 		namespace, task := Derive(name)
 		var made *Queue
+		alive := true
 		var joined []db.GroupCreateRow
 		err = pgx.BeginFunc(ctx, db.Patient{Pool: c.pool}, func(tx pgx.Tx) error {
 			q := c.q.WithTx(tx)
 			row, err := q.QueueCreate(ctx, db.QueueCreateParams{ProjectID: c.project, Name: name, Namespace: namespace, Task: task, KeepConsumed: int32(keep.Seconds())})
 			if errors.Is(err, pgx.ErrNoRows) {
-				return nil
+				alive, err = q.ProjectAlive(ctx, db.ProjectAliveParams{ID: c.project})
+				return err
 			}
 			if err != nil {
 				return err
@@ -318,6 +326,10 @@ func (c *Catalog) createQueue(ctx context.Context, name string, keep time.Durati
 		})
 		if err != nil {
 			return nil, err
+		}
+		if !alive {
+			c.projects.dropIf(func(k known) bool { return k.id == c.project })
+			return nil, ErrNoProject
 		}
 		if made != nil {
 			c.queues.set(c.scoped(name), made)

@@ -90,7 +90,7 @@ where j.id = (
     order by d.due_at
     limit 1
     for no key update skip locked)
-returning j.id, j.kind, j.queue_id, j.group_id
+returning j.id, j.kind, j.queue_id, j.group_id, j.project_id
 `
 
 type JobClaimParams struct {
@@ -98,10 +98,11 @@ type JobClaimParams struct {
 }
 
 type JobClaimRow struct {
-	ID      int64
-	Kind    string
-	QueueID int32
-	GroupID *int32
+	ID        int64
+	Kind      string
+	QueueID   int32
+	GroupID   *int32
+	ProjectID *int32
 }
 
 // A job whose worker died is due again when its lease ends.
@@ -113,6 +114,7 @@ func (q *Queries) JobClaim(ctx context.Context, arg JobClaimParams) (JobClaimRow
 		&i.Kind,
 		&i.QueueID,
 		&i.GroupID,
+		&i.ProjectID,
 	)
 	return i, err
 }

@@ -147,7 +147,7 @@ func statements(w *world) map[string]statement {
 		"QueueRead":         {sql: db.QueueRead, arg: db.QueueReadParams{ID: 7}, buffers: 60},
 		"QueueConfigure":    {sql: db.QueueConfigure, arg: db.QueueConfigureParams{LeaseTime: 1, ID: 7}, buffers: 60},
 		"QueueDelete":       {sql: db.QueueDelete, arg: db.QueueDeleteParams{ID: 7}, buffers: 60},
-		"ProjectGet":        {sql: db.ProjectGet, arg: db.ProjectGetParams{Name: "default"}, seq: []string{"projects"}},
+		"ProjectGet":        {sql: db.ProjectGet, arg: db.ProjectGetParams{Name: "default"}, buffers: 20, index: []string{"projects_name"}},
 		"InstallationGet":   {sql: db.InstallationGet, seq: []string{"installation"}},
 	}
 }
@@ -299,7 +299,7 @@ func bigWorld(t testing.TB) *world {
 	}
 	fill(t, tx, bigPartitions, bigSegments, bigQueues, bigPending)
 	check(t, tx.Commit(t.Context()))
-	w.exec("analyze ferrymq.partitions, ferrymq.segments, ferrymq.cursors, ferrymq.queues, ferrymq.groups, ferrymq.dead_letters, ferrymq.jobs, ferrymq.leases, ferrymq.discovery_groups, ferrymq.retired_keys, ferrymq.traces, ferrymq.trace_names")
+	w.exec("analyze ferrymq.partitions, ferrymq.segments, ferrymq.cursors, ferrymq.queues, ferrymq.groups, ferrymq.dead_letters, ferrymq.jobs, ferrymq.leases, ferrymq.discovery_groups, ferrymq.retired_keys, ferrymq.traces, ferrymq.trace_names, ferrymq.projects, ferrymq.api_keys")
 	return w
 }
 
@@ -326,6 +326,8 @@ func fill(t testing.TB, tx pgx.Tx, partitions, segments, queues, pending int) {
 		`with t as (insert into ferrymq.traces select gen_random_uuid(), gen_random_uuid(), 't' || i % 1000, 'g', 'info', 'd', array['n' || i % 5000], null, null, now() - i * interval '1 second'
 			from generate_series(1, 20000) i returning *)
 			insert into ferrymq.trace_names select names[1], created_at, id, partition_id, transaction_id from t`,
+		"insert into ferrymq.projects (name) select 'p' || i from generate_series(1, 5000) i",
+		"insert into ferrymq.api_keys (id, project_id, name, scopes, hash) select gen_random_uuid(), 1 + i % 5000, 'k' || i, '{read}', sha256(i::text::bytea) from generate_series(1, 10000) i",
 		"insert into ferrymq.leases (lease_id, group_id) select gen_random_uuid(), 1 from generate_series(1, 10000)",
 		"insert into ferrymq.jobs (kind, queue_id, group_id, due_at) select 'seed', i, i, now() + i * interval '1 second' from generate_series(1, 5000) i",
 		"insert into ferrymq.discovery_groups select 1, 'g' || i, 'n' || i % 300, '', 'all', now() from generate_series(1, 5000) i",
@@ -353,7 +355,7 @@ func TestPlans(t *testing.T) {
 	t.Logf("data set built in %v", time.Since(began).Round(time.Millisecond))
 	all := statements(w)
 	for _, more := range []func(*world) map[string]statement{groupStatements, transactionStatements, messageStatements, retentionStatements, systemStatements,
-		statsStatements, activityStatements, laneStatements} {
+		statsStatements, activityStatements, laneStatements, keyStatements} {
 		maps.Copy(all, more(w))
 	}
 	texts := generated(t)

@@ -30,7 +30,7 @@ func (q *Queries) InstallationGet(ctx context.Context) (InstallationGetRow, erro
 }
 
 const ProjectGet = `-- name: ProjectGet :one
-select p.id from ferrymq.projects p where p.name = $1::text
+select p.id from ferrymq.projects p where p.name = $1::text and p.deleted_at is null
 `
 
 type ProjectGetParams struct {
@@ -188,27 +188,30 @@ func (q *Queries) QueueConfigure(ctx context.Context, arg QueueConfigureParams) 
 
 const QueueCreate = `-- name: QueueCreate :one
 insert into ferrymq.queues as q (project_id, name, namespace, task, retention_enabled, completed_retention_seconds)
-values ($1::int, $2::text, $3::text, $4::text, $5::int > 0, $5::int)
+select p.id, $1::text, $2::text, $3::text, $4::int > 0, $4::int
+from ferrymq.projects p
+where p.id = $5::int and p.deleted_at is null
+for share
 on conflict (project_id, name) where deleted_at is null do nothing
 returning q.id, q.public_id, q.project_id, q.name, q.namespace, q.task, q.created_at, q.updated_at, q.deleted_at, q.configured, q.lease_time, q.retry_limit, q.retry_delay, q.priority, q.max_size, q.ttl, q.dead_letter_queue, q.dlq_after_max_retries, q.delayed_processing, q.window_buffer, q.retention_seconds, q.completed_retention_seconds, q.retention_enabled, q.encryption_enabled, q.max_wait_time_seconds, q.min_pop_wait_time, q.dedup_window_seconds, q.retention_sink_hold, q.retention_sink_hold_max_seconds, q.retain_seconds, q.remind_at, q.unkeyed_lanes, q.id_lanes
 `
 
 type QueueCreateParams struct {
-	ProjectID    int32
 	Name         string
 	Namespace    string
 	Task         string
 	KeepConsumed int32
+	ProjectID    int32
 }
 
-// Returns no row when the queue exists already.
+// Returns no row when the queue exists already, or the project was deleted.
 func (q *Queries) QueueCreate(ctx context.Context, arg QueueCreateParams) (FerrymqQueue, error) {
 	row := q.db.QueryRow(ctx, QueueCreate,
-		arg.ProjectID,
 		arg.Name,
 		arg.Namespace,
 		arg.Task,
 		arg.KeepConsumed,
+		arg.ProjectID,
 	)
 	var i FerrymqQueue
 	err := row.Scan(

@@ -50,7 +50,8 @@ type API struct {
 	counting chan struct{} // holds an element while somebody counts
 	routes   []route
 	other    *metrics.Route // answers to what is no route
-	queries  *db.Queries    // outside of a transaction, on a connection that is waited for only so long
+	keys     *auth.Keys
+	queries  *db.Queries // outside of a transaction, on a connection that is waited for only so long
 }
 
 type route struct {
@@ -74,12 +75,13 @@ const (
 	writeOnly
 	readWrite
 	admin
+	root // of /v1: projects and their keys
 )
 
 // roles are those that are allowed. What is open to all is so by the list of open paths; taken off it, it is a read.
 func (l level) roles() auth.Role {
 	switch l {
-	case admin:
+	case admin, root:
 		return auth.Admin
 	case readWrite:
 		return auth.ReadWrite | auth.Admin
@@ -87,6 +89,11 @@ func (l level) roles() auth.Role {
 		return auth.WriteOnly | auth.ReadWrite | auth.Admin
 	}
 	return auth.ReadOnly | auth.ReadWrite | auth.Admin
+}
+
+// scope is what an API key must have, on the routes of /v1; none is enough for root.
+func (l level) scope() auth.Scope {
+	return map[level]auth.Scope{readOnly: auth.Read, writeOnly: auth.Publish, readWrite: auth.Consume, admin: auth.Manage}[l]
 }
 
 func on(method, path string, l level, handle handler) route {
@@ -105,7 +112,8 @@ type request struct {
 	*http.Request
 	engine *groupcommit.Engine
 	params []string
-	sub    string // whom the token names; "" is nobody
+	sub    string    // whom the token names; "" is nobody
+	key    *auth.Key // the API key it came with, if it did
 }
 
 // table is the table of contents of the API. What is called most comes first.
@@ -122,12 +130,13 @@ func (a *API) table() []route {
 		on("DELETE", "/api/v1/resources/queues/{queue}", admin, (*API).deleteQueue),
 		probe("/health", open, (*API).health),
 		probe("/ready", open, (*API).ready),
-	}, groupRoutes(), transactionRoutes(), messageRoutes(), deadLetterRoutes(), clearRoutes(), systemRoutes(), resourceRoutes(), analyticsRoutes(), publishRoutes(), consumeRoutes())
+	}, groupRoutes(), transactionRoutes(), messageRoutes(), deadLetterRoutes(), clearRoutes(), systemRoutes(), resourceRoutes(), analyticsRoutes(), publishRoutes(), consumeRoutes(), projectRoutes())
 }
 
 // Handler makes the API servable.
 func (a *API) Handler() http.Handler {
 	a.routes, a.queries, a.counting = a.table(), db.New(db.Patient{Pool: a.Pool}), make(chan struct{}, 1)
+	a.keys = auth.NewKeys(a.findKey)
 	if a.Metrics == nil {
 		a.Metrics = metrics.New(Version)
 	}
@@ -207,7 +216,7 @@ func (a *API) serve(w *recorder, r *http.Request) error {
 			continue
 		}
 		w.route = t.answers
-		sub, err := a.authorize(r, segments, t.level)
+		id, err := a.authorize(r, segments, t.level)
 		if err != nil {
 			return err
 		}
@@ -215,7 +224,7 @@ func (a *API) serve(w *recorder, r *http.Request) error {
 		if e == nil && !t.waiting {
 			return busy("not ready")
 		}
-		return t.handle(a, w, &request{Request: r, engine: e, params: params, sub: sub})
+		return t.handle(a, w, &request{Request: r, engine: e, params: params, sub: id.Subject, key: id.Key})
 	}
 	if len(allowed) > 0 {
 		slices.Sort(allowed)
@@ -225,19 +234,26 @@ func (a *API) serve(w *recorder, r *http.Request) error {
 	return errNoRoute
 }
 
-// authorize looks at a request that has a route and whose body nobody has read. It returns the subject of its token.
-func (a *API) authorize(r *http.Request, path []string, l level) (sub string, err error) {
+// authorize looks at a request that has a route and whose body nobody has read, and says who sent it. API keys are for /v1 only.
+func (a *API) authorize(r *http.Request, path []string, l level) (id auth.Identity, err error) {
 	if a.Auth == nil || a.Auth.Open(path) {
-		return "", nil
+		return id, nil
 	}
-	id, err := a.Auth.Authenticate(r.Context(), r.Header["Authorization"])
+	var keys *auth.Keys
+	if path[0] == "v1" {
+		keys = a.keys
+	}
+	id, err = a.Auth.Authenticate(r.Context(), r.Header["Authorization"], keys)
+	if refused := auth.Error(""); errors.As(err, &refused) {
+		err = &httpError{status: http.StatusUnauthorized, text: err.Error()}
+	}
 	if err != nil {
-		return "", &httpError{status: http.StatusUnauthorized, text: err.Error()}
+		return id, err
 	}
-	if id.Roles&l.roles() == 0 {
-		return "", &httpError{status: http.StatusForbidden, text: "Insufficient permissions"}
+	if id.Roles&l.roles() == 0 && (id.Key == nil || id.Key.Scopes&l.scope() == 0) {
+		return id, &httpError{status: http.StatusForbidden, text: "Insufficient permissions"}
 	}
-	return id.Subject, nil
+	return id, nil
 }
 
 var errNoRoute = &httpError{status: http.StatusNotFound, raw: []byte(`{"error":"Not Found","code":"no_such_route"}`)}

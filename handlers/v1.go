@@ -20,8 +20,11 @@ type project struct {
 
 const defaultProject = "default"
 
-// project is the one that the call names, or the default one. One that does not exist answers like a name that does not exist in it.
+// project is that of the API key that the call came with, else the one that it names, or the default one. One that does not exist answers like a name that does not exist in it.
 func (a *API) project(r *request) (*project, error) {
+	if r.key != nil {
+		return &project{r.engine.Catalog.Of(r.key.Project), r.key.Name}, nil
+	}
 	name := r.URL.Query().Get("project")
 	if name == "" || name == defaultProject {
 		return &project{r.engine.Catalog, defaultProject}, nil
@@ -62,6 +65,33 @@ func (a *API) stream(r *request) (*project, *catalog.Queue, error) {
 		return nil, nil, p.missing("stream", name)
 	}
 	return p, q, nil
+}
+
+// paging reads limit and cursor of a listing. from is what the cursor carries: nil on the first page, else size bytes, or any number
+// of them when size is negative.
+func paging(r *request, size int) (limit int64, from []byte, err error) {
+	p := &params{values: r.URL.Query()}
+	limit = p.number("limit", 100, 1, 1000)
+	if text := p.text("cursor"); text != "" {
+		if size < 0 {
+			size = crockford.DecodedLen(len(text))
+		}
+		var ok bool
+		if from, ok = decodeID(text, "", size); !ok {
+			p.fail("cursor")
+		}
+	}
+	return limit, from, p.err
+}
+
+// more cuts rows, of which one more than limit was asked for, to a page. next is its cursor, made of the place of its last row; nil at the end.
+func more[T any](rows []T, limit int64, place func(T) []byte) (page []T, next *string) {
+	if int64(len(rows)) <= limit {
+		return rows, nil
+	}
+	rows = rows[:limit]
+	cursor := crockford.EncodeToString(place(rows[limit-1]))
+	return rows, &cursor
 }
 
 // appendMessage is a message as /v1 shows it, without the braces.

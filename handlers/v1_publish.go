@@ -113,7 +113,9 @@ func (a *API) publish(w http.ResponseWriter, r *request) error {
 		return p.missing("stream", name)
 	}
 	q, err := p.EnsureStream(r.Context(), name)
-	if err != nil {
+	if errors.Is(err, catalog.ErrNoProject) {
+		return p.missing("stream", name)
+	} else if err != nil {
 		return a.databaseError(r, err, "publish failed")
 	}
 	if len(all) == 0 {
@@ -131,6 +133,11 @@ func (a *API) publish(w http.ResponseWriter, r *request) error {
 		return busy("overloaded")
 	} else if err != nil {
 		return failed("publish failed")
+	}
+	for _, x := range pushes {
+		if errors.Is(x.Err, catalog.ErrNoProject) {
+			return p.missing("stream", name)
+		}
 	}
 	return a.answerPublish(w, all, carriages)
 }

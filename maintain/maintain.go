@@ -25,6 +25,7 @@ const (
 	forgetAfter  = 8 * time.Second // without a refresh for so long, nothing cached can be trusted
 	removeChunk  = 200             // partitions of a deleted queue in one transaction
 	segmentChunk = 1000            // segments
+	streamChunk  = 50              // streams of a deleted project between two signs of life
 	jobRoom      = 3               // jobs at a time
 	tracesEvery  = time.Minute     // between looks for traces that are too old
 )
@@ -187,6 +188,8 @@ func (m *Maintainer) run(ctx context.Context, job db.JobClaimRow, lease uuid.UUI
 		}
 	case "recheck":
 		err = m.recheck(ctx, job.QueueID)
+	case "delete_project":
+		err = m.removeProject(ctx, *job.ProjectID, next)
 	case "retention":
 		err = m.planRetention(ctx, job.QueueID, next)
 	}
@@ -197,6 +200,30 @@ func (m *Maintainer) run(ctx context.Context, job db.JobClaimRow, lease uuid.UUI
 		return err
 	}
 	return m.q.JobDone(ctx, db.JobDoneParams{ID: job.ID, LeaseID: lease})
+}
+
+// removeProject deletes the streams of a project whose name is free already: each becomes a job of its own.
+func (m *Maintainer) removeProject(ctx context.Context, project int32, next func() error) error {
+	c := m.Engine.Catalog.Of(project)
+	for {
+		if err := next(); err != nil {
+			return err
+		}
+		streams, err := m.q.ProjectStreams(ctx, db.ProjectStreamsParams{ProjectID: project, Max: streamChunk})
+		if err != nil {
+			return err
+		}
+		if len(streams) == 0 {
+			return m.q.ProjectRemoveKeys(ctx, db.ProjectRemoveKeysParams{ProjectID: project})
+		}
+		for _, s := range streams {
+			if _, _, err := c.Delete(ctx, s.Name); err != nil {
+				return err
+			}
+			m.Engine.QueueChanged(s.ID)
+			m.Bus.QueueChanged(s.ID)
+		}
+	}
 }
 
 // removeQueue deletes what belongs to a queue whose name is free already, in short transactions and in the lock order of the product.

@@ -26,7 +26,7 @@ where j.id = (
     order by d.due_at
     limit 1
     for no key update skip locked)
-returning j.id, j.kind, j.queue_id, j.group_id;
+returning j.id, j.kind, j.queue_id, j.group_id, j.project_id;
 
 -- name: JobExtend :execrows
 -- Zero rows: another broker took the job over, stop.

@@ -9,9 +9,12 @@ where q.updated_at > statement_timestamp() - make_interval(secs => @seconds::int
 order by q.updated_at;
 
 -- name: QueueCreate :one
--- Returns no row when the queue exists already.
+-- Returns no row when the queue exists already, or the project was deleted.
 insert into ferrymq.queues as q (project_id, name, namespace, task, retention_enabled, completed_retention_seconds)
-values (@project_id::int, @name::text, @namespace::text, @task::text, @keep_consumed::int > 0, @keep_consumed::int)
+select p.id, @name::text, @namespace::text, @task::text, @keep_consumed::int > 0, @keep_consumed::int
+from ferrymq.projects p
+where p.id = @project_id::int and p.deleted_at is null
+for share
 on conflict (project_id, name) where deleted_at is null do nothing
 returning q.*;
 
@@ -55,7 +58,7 @@ where q.id = @id::int and q.deleted_at is null;
 select coalesce(sum(b.pending), 0)::bigint as pending from ferrymq.backlog(array[@queue_id::int], null) b;
 
 -- name: ProjectGet :one
-select p.id from ferrymq.projects p where p.name = @name::text;
+select p.id from ferrymq.projects p where p.name = @name::text and p.deleted_at is null;
 
 -- name: InstallationGet :one
 select i.hash_seed, i.secret, clock_timestamp()::timestamptz as now from ferrymq.installation i;
