@@ -1,6 +1,8 @@
 package main
 
 import (
+	"crypto/sha256"
+	"encoding/hex"
 	"errors"
 	"flag"
 	"fmt"
@@ -77,7 +79,7 @@ func TestReadmeCommandsAreTested(t *testing.T) {
 			counts[b.heading]++
 		}
 	}
-	if want := map[string]int{"From nothing": 2, "Push, pop, ack": 5, "Authentication": 2, "In production": 2}; !reflect.DeepEqual(counts, want) {
+	if want := map[string]int{"From nothing": 2, "Push, pop, ack": 5, "Authentication": 3, "In production": 2}; !reflect.DeepEqual(counts, want) {
 		t.Errorf("shell blocks per section: %v, tests know %v", counts, want)
 	}
 	if s := sh(t, "From nothing"); s[1] != "go test ./...\n" {
@@ -171,7 +173,7 @@ func TestReadmeExample(t *testing.T) {
 	}
 }
 
-// The broker gets the settings of the first command, the second is run as it stands.
+// The broker gets the settings of the first command, the others are run as they stand. No secret is logged, whatever is.
 func TestReadmeAuthentication(t *testing.T) {
 	t.Parallel()
 	if _, err := exec.LookPath("curl"); err != nil {
@@ -182,16 +184,27 @@ func TestReadmeAuthentication(t *testing.T) {
 	if !ok {
 		t.Fatalf("the broker is started with %q", blocks[0])
 	}
-	p := spawn(t, append(strings.Fields(settings), "DATABASE_URL="+dbtest.New(t))...)
+	p := spawn(t, append(strings.Fields(settings), "LOG_LEVEL=debug", "DATABASE_URL="+dbtest.New(t))...)
 	home := curlHome(t, p)
+	secret := ""
 	for command, want := range map[string]string{
-		blocks[1]: `"status":"queued"`,
+		blocks[1]:                    `"status":"queued"`,
+		blocks[2] + "echo \" $key\"": `"status":"queued"`,
+		strings.Replace(blocks[2], "$key", "fmq_0123", 1):             `{"error":"Unknown API key"}`,
 		strings.ReplaceAll(blocks[1], "Authorization: ", "X-Other: "): `{"error":"Authentication required"}`,
 	} {
 		cmd := exec.Command("sh", "-c", command)
 		cmd.Env = append(os.Environ(), "CURL_HOME="+home, "HOME="+home)
 		if out, err := cmd.CombinedOutput(); err != nil || !strings.Contains(string(out), want) {
 			t.Errorf("%s\n%v: %s", command, err, out)
+		} else if s := regexp.MustCompile(`fmq_[0-9a-z]{52}`).Find(out); s != nil {
+			secret = string(s)
+		}
+	}
+	hash := sha256.Sum256([]byte(secret))
+	for _, s := range []string{secret, hex.EncodeToString(hash[:]), "some-long-random-text"} {
+		if secret == "" || strings.Contains(p.String(), s) || !strings.Contains(p.String(), "path=/v1/projects/payments/keys ") {
+			t.Errorf("%q was made, and this logged:\n%s", s, p)
 		}
 	}
 	if !strings.Contains(p.url(t), "//0.0.0.0:") {

@@ -1,6 +1,8 @@
 package handlers
 
 import (
+	"context"
+	"crypto/sha256"
 	"encoding/base64"
 	"fmt"
 	"io"
@@ -86,6 +88,40 @@ GET    /api/v1/analytics/system-metrics                               RO
 GET    /api/v1/analytics/worker-metrics                               RO
 GET    /api/v1/analytics/postgres-stats                               RO
 `
+
+// v1Routes is the same of the other contract: the scope, or root.
+const v1Routes = `
+POST   /v1/subscriptions/:sub/receive                  consume
+POST   /v1/subscriptions/:sub/ack                      consume
+POST   /v1/subscriptions/:sub/nack                     consume
+POST   /v1/subscriptions/:sub/extend                   consume
+POST   /v1/streams/:stream/messages                    publish
+PUT    /v1/streams/:stream                             admin
+GET    /v1/streams                                     read
+GET    /v1/streams/:stream                             read
+DELETE /v1/streams/:stream                             admin
+PUT    /v1/subscriptions/:sub                          admin
+GET    /v1/subscriptions                               read
+GET    /v1/subscriptions/:sub                          read
+DELETE /v1/subscriptions/:sub                          admin
+GET    /v1/subscriptions/:sub/lanes                    read
+GET    /v1/subscriptions/:sub/dead-letters             read
+GET    /v1/subscriptions/:sub/dead-letters/signatures  read
+POST   /v1/subscriptions/:sub/dead-letters/redrive     admin
+DELETE /v1/subscriptions/:sub/dead-letters             admin
+POST   /v1/subscriptions/:sub/seek                     admin
+GET    /v1/messages/:id/trace                          read
+POST   /v1/projects                                    root
+GET    /v1/projects                                    root
+DELETE /v1/projects/:project                           root
+POST   /v1/projects/:project/keys                      root
+GET    /v1/projects/:project/keys                      root
+DELETE /v1/projects/:project/keys/:key                 root
+`
+
+// notBuiltV1 are routes of it that may still be missing.
+var notBuiltV1 = []string{"PUT /v1/streams/", "GET /v1/streams", "DELETE /v1/streams/", "PUT /v1/subscriptions/", "GET /v1/subscriptions", "DELETE /v1/subscriptions/",
+	"POST /v1/subscriptions/asub/dead-letters/", "POST /v1/subscriptions/asub/seek", "GET /v1/messages/"}
 
 // guarded is the API without a database and not ready: whoever is let through gets 503, or a probe.
 func guarded(t *testing.T, o auth.Options, log io.Writer) http.Handler {
@@ -215,23 +251,115 @@ func TestEveryRouteEveryRole(t *testing.T) {
 	}
 }
 
+// secretOf is the secret of an API key in these tests.
+func secretOf(name string) string {
+	return auth.SecretPrefix + name + strings.Repeat("0", 52-len(name))
+}
+
+// Every route of /v1 against everything that a call may carry.
+func TestEveryV1RouteEveryCredential(t *testing.T) {
+	t.Parallel()
+	keys := map[[sha256.Size]byte]*auth.Key{}
+	who := map[string]string{"nobody": "", "root": "Bearer " + testRoot, "bad": "Bearer x.y.z", "no key": "Bearer " + secretOf("x"), "no secret": "Bearer fmq_x",
+		"no role": "Bearer " + token(t, jwt.MapClaims{"sub": "x"})}
+	for _, role := range []string{"read-only", "write-only", "read-write", "admin"} {
+		who[role] = "Bearer " + token(t, jwt.MapClaims{"role": role})
+	}
+	key := func(name string, k auth.Key) {
+		keys[sha256.Sum256([]byte(secretOf(name)))] = &k
+		who[name+" key"] = "Bearer " + secretOf(name)
+	}
+	for i, scope := range []string{"publish", "consume", "read", "admin"} {
+		key(scope, auth.Key{Project: 1, Name: "default", Scopes: 1 << i})
+	}
+	key("other", auth.Key{Project: 2, Name: "other", Scopes: auth.Publish | auth.Consume | auth.Read | auth.Manage})
+	key("scopeless", auth.Key{Project: 1, Name: "default"})
+
+	allowed := map[string][]string{
+		"publish": {"root", "admin", "read-write", "write-only", "publish key", "other key"},
+		"consume": {"root", "admin", "read-write", "consume key", "other key"},
+		"read":    {"root", "admin", "read-write", "read-only", "read key", "other key"},
+		"admin":   {"root", "admin", "admin key", "other key"},
+		"root":    {"root", "admin"},
+	}
+	refused := map[string]string{"nobody": "Authentication required", "bad": "Bad token header", "no key": "Unknown API key", "no secret": "Unknown API key"}
+	find := func(_ context.Context, hash [sha256.Size]byte) (*auth.Key, error) { return keys[hash], nil }
+	on, off := guarded(t, guards(), io.Discard), guarded(t, auth.Options{}, io.Discard)
+	on.(*API).keys, off.(*API).keys = auth.NewKeys(find), nil
+	for line := range strings.Lines(strings.TrimSpace(v1Routes)) {
+		f := strings.Fields(line)
+		method, path, scope := f[0], strings.ReplaceAll(f[1], ":", "a"), f[2]
+		call := func(h http.Handler, credentials string) *httptest.ResponseRecorder {
+			r := httptest.NewRequest(method, path, strings.NewReader(""))
+			if credentials != "" {
+				r.Header.Set("Authorization", credentials)
+			}
+			w := httptest.NewRecorder()
+			h.ServeHTTP(w, r)
+			return w
+		}
+		if w := call(off, ""); w.Code == 404 || w.Code == 405 {
+			if !slices.ContainsFunc(notBuiltV1, func(p string) bool { return strings.HasPrefix(method+" "+path, p) }) {
+				t.Errorf("%s %s is missing: %d %s", method, path, w.Code, w.Body)
+			}
+			continue
+		}
+		for name, credentials := range who {
+			want, text := 503, `{"error":"not ready"}`
+			if why, ok := refused[name]; ok {
+				want, text = 401, `{"error":"`+why+`"}`
+			} else if !slices.Contains(allowed[scope], name) {
+				want, text = 403, `{"error":"Insufficient permissions"}`
+			}
+			if w := call(on, credentials); w.Code != want || w.Body.String() != text || (w.Header().Get("WWW-Authenticate") == "Bearer") != (want == 401) {
+				t.Errorf("%s %s with %s: %d %s %v, want %d", method, path, name, w.Code, w.Body, w.Header(), want)
+			}
+			if w := call(off, credentials); w.Code != 503 {
+				t.Errorf("%s %s with %s, without authentication: %d %s", method, path, name, w.Code, w.Body)
+			}
+		}
+	}
+}
+
+// The other API accepts no API key, whatever it may do.
+func TestAPIKeysAreForV1(t *testing.T) {
+	t.Parallel()
+	h := guarded(t, guards(), io.Discard)
+	h.(*API).keys = auth.NewKeys(func(context.Context, [sha256.Size]byte) (*auth.Key, error) {
+		t.Error("a key was looked up")
+		return &auth.Key{Scopes: 15}, nil
+	})
+	for line := range strings.Lines(strings.TrimSpace(contractRoutes)) {
+		f := strings.Fields(line)
+		r := httptest.NewRequest(f[0], strings.ReplaceAll(f[1], ":", "a"), unreadable{t})
+		r.Header.Set("Authorization", "Bearer "+secretOf("x"))
+		w := httptest.NewRecorder()
+		h.ServeHTTP(w, r)
+		if w.Code != 401 && w.Code != 404 && w.Code != 405 || w.Code == 401 && w.Body.String() != `{"error":"Bad token header"}` {
+			t.Errorf("%s: %d %s", line, w.Code, w.Body)
+		}
+	}
+}
+
 // The contract knows every route that there is.
 func TestNoOtherRoutes(t *testing.T) {
 	t.Parallel()
 	levels := map[level]string{open: "P", readOnly: "RO", writeOnly: "WO", readWrite: "RW", admin: "AD"}
 	known := make(map[string]bool)
-	for line := range strings.Lines(contractRoutes) {
+	scopes := map[level]string{readOnly: "read", writeOnly: "publish", readWrite: "consume", admin: "admin", root: "root"}
+	for line := range strings.Lines(contractRoutes + v1Routes) {
 		if f := strings.Fields(line); len(f) > 0 {
 			known[strings.Join(f, " ")] = true
 		}
 	}
 	for _, r := range (&API{}).table() {
 		path := "/" + strings.Join(r.path, "/")
+		names := levels
 		if r.path[0] == "v1" {
-			continue // the other contract
+			names = scopes
 		}
 		path = strings.NewReplacer("{", ":", "}", "").Replace(path)
-		if line := r.method + " " + path + " " + levels[r.level]; !known[line] {
+		if line := r.method + " " + path + " " + names[r.level]; !known[line] {
 			t.Errorf("%s is not in the contract", line)
 		}
 	}

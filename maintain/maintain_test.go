@@ -183,6 +183,59 @@ func TestDelete(t *testing.T) {
 	}
 }
 
+// TestRemoveProject: a worker that ends in the middle of a project's streams has removed each of them whole or not at all; another
+// one does the rest, and touches no other project.
+func TestRemoveProject(t *testing.T) {
+	t.Parallel()
+	dsn := dbtest.New(t)
+	m := broker(t, dsn)
+	m.id, m.q = uuid.New(), db.New(m.Pool)
+	ctx := t.Context()
+	for _, project := range []string{"gone", "other"} {
+		if _, err := m.q.ProjectCreate(ctx, db.ProjectCreateParams{Name: project}); err != nil {
+			t.Fatal(err)
+		}
+		if _, err := m.q.APIKeyCreate(ctx, db.APIKeyCreateParams{ID: uuid.New(), Scopes: []string{"read"}, Hash: []byte(fmt.Sprintf("%-32s", project)), Project: project}); err != nil {
+			t.Fatal(err)
+		}
+		exec(t, m.Pool, `with q as (insert into ferrymq.queues (project_id, name, namespace, task)
+				select p.id, 's' || n, '', '' from ferrymq.projects p, generate_series(1, 120) n where p.name = $1 returning id)
+			insert into ferrymq.partitions (public_id, queue_id, name) select gen_random_uuid(), q.id, 'k' from q`, project)
+	}
+	if n, err := m.q.ProjectDelete(ctx, db.ProjectDeleteParams{Name: "gone"}); n != 1 || err != nil {
+		t.Fatal(n, err)
+	}
+	const (
+		live = "select count(*) from ferrymq.queues q join ferrymq.projects p on p.id = q.project_id where p.name = $1 and q.deleted_at is null"
+		rows = "select count(*) from ferrymq.partitions s join ferrymq.queues q on q.id = s.queue_id join ferrymq.projects p on p.id = q.project_id where p.name = $1"
+		keys = "select count(*) from ferrymq.api_keys k join ferrymq.projects p on p.id = k.project_id where p.name = $1"
+	)
+	lease := uuid.New()
+	job, err := m.q.JobClaim(ctx, db.JobClaimParams{LeaseID: lease})
+	if err != nil || job.Kind != "delete_project" {
+		t.Fatalf("%+v %v", job, err)
+	}
+	dying, cancel := context.WithCancel(ctx)
+	steps := 0
+	err = m.removeProject(dying, *job.ProjectID, func() error {
+		if steps++; steps == 2 {
+			cancel()
+		}
+		return nil
+	})
+	if n := number(t, m.Pool, live, "gone"); err == nil || n != 120-streamChunk {
+		t.Fatalf("%d streams are left by the killed worker (%v)", n, err)
+	}
+	exec(t, m.Pool, "update ferrymq.jobs set due_at = clock_timestamp(), lease_until = clock_timestamp()") // 30 s later
+	run(t, broker(t, dsn)).Kick()
+	eventually(t, "everything is removed", func() bool {
+		return number(t, m.Pool, live, "gone")+number(t, m.Pool, rows, "gone")+number(t, m.Pool, keys, "gone")+number(t, m.Pool, "select count(*) from ferrymq.jobs") == 0
+	})
+	if a, b, c := number(t, m.Pool, live, "other"), number(t, m.Pool, rows, "other"), number(t, m.Pool, keys, "other"); a != 120 || b != 120 || c != 1 {
+		t.Errorf("the other project has %d streams, %d partitions, %d keys", a, b, c)
+	}
+}
+
 // TestSeedJob: the seeding of 5,000 partitions whose broker ended is finished by another broker's job.
 func TestSeedJob(t *testing.T) {
 	t.Parallel()
