@@ -255,13 +255,18 @@ func (b *burial) run(ctx context.Context, q *db.Queries) error {
 			return err
 		}
 	}
-	c := &cursor{committed: at.Committed, end: -1}
-	if err := c.read(ctx, q, b.row, b.tails[b.row.ID]); err != nil {
+	// The ids of removed messages may still be known; they are in front of nothing.
+	p, err := q.PartitionLock(ctx, db.PartitionLockParams{ID: b.row.ID})
+	if err != nil {
+		return err
+	}
+	c := &cursor{committed: max(at.Committed, p.FirstOffset), end: -1}
+	if err := c.read(ctx, q, b.row, p.NextOffset); err != nil {
 		return err
 	}
 	head, ok := c.find(b.e.Hasher, b.transactionID, c.committed)
 	if !ok {
-		if _, ok := c.find(b.e.Hasher, b.transactionID, 0); ok { // passed already
+		if _, ok := c.find(b.e.Hasher, b.transactionID, p.FirstOffset); ok { // passed already
 			return ErrNotNext
 		}
 		return ErrNoMessage
@@ -272,7 +277,6 @@ func (b *burial) run(ctx context.Context, q *db.Queries) error {
 	if unmet {
 		return errUnmet
 	}
-	var err error
 	b.copy, err = b.e.copyOf(ctx, q, b.row, head)
 	if errors.Is(err, ErrDeadRejected) { // it is there, so it cannot be read
 		return ErrUnreadable
