@@ -93,7 +93,17 @@ func (l level) roles() auth.Role {
 
 // scope is what an API key must have, on the routes of /v1; none is enough for root.
 func (l level) scope() auth.Scope {
-	return map[level]auth.Scope{readOnly: auth.Read, writeOnly: auth.Publish, readWrite: auth.Consume, admin: auth.Manage}[l]
+	switch l {
+	case readOnly:
+		return auth.Read
+	case writeOnly:
+		return auth.Publish
+	case readWrite:
+		return auth.Consume
+	case admin:
+		return auth.Manage
+	}
+	return 0
 }
 
 func on(method, path string, l level, handle handler) route {

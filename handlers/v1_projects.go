@@ -12,6 +12,7 @@ import (
 
 	"ferrymq/auth"
 	"ferrymq/db"
+	"ferrymq/metrics"
 )
 
 func projectRoutes() []route {
@@ -273,6 +274,7 @@ func (a *API) findKey(ctx context.Context, hash [sha256.Size]byte) (*auth.Key, e
 		return nil, nil
 	}
 	if err != nil {
+		a.Metrics.Total(metrics.DatabaseErrors, 1)
 		if !db.IsConnection(err) {
 			a.Log.Error("look up an API key", "error", db.Text(err))
 		}
