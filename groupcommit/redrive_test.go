@@ -89,7 +89,10 @@ func TestRedriveOnce(t *testing.T) {
 				t.Fatal(err)
 			}
 		}
-		o := background(t, func() error { _, err := bs[0].Redrive(context.Background(), &groupcommit.Redrive{ID: dead}); return err })
+		o := background(t, func() error {
+			_, err := bs[0].Redrive(context.Background(), &groupcommit.Redrive{ID: dead})
+			return err
+		})
 		dbtest.WaitBlocked(t, pool, 1)
 		// Meanwhile the partition is not held.
 		if err := bs[1].goPush(t, q, "p", item{payload: `"beside"`}).wait(t, "a push beside a redrive that waits", soon); err != nil {
