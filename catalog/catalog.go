@@ -203,6 +203,9 @@ func (c *Catalog) ForgetProject(name string) { c.projects.drop(name) }
 // Of is In by id.
 func (c *Catalog) Of(project int32) *Catalog { return &Catalog{c.shared, project} }
 
+// Project is the id of the project that names are looked up in.
+func (c *Catalog) Project() int32 { return c.project }
+
 func (c *Catalog) scoped(n string) scoped { return scoped{c.project, n} }
 
 // How many entries the caches hold at most, in two generations each: about 60 MB when all are full.

@@ -353,7 +353,7 @@ select s.base_offset, s.count, s.created_at, s.first_id, s.keys
 from ferrymq.segments s
 where s.partition_id = $1::bigint
   and s.base_offset >= (select coalesce(max(b.base_offset), 0) from ferrymq.segments b where b.partition_id = $1::bigint and b.base_offset <= $2::bigint)
-  and s.base_offset < $3::bigint and s.created_at >= $4::timestamptz
+  and s.base_offset < $3::bigint and s.created_at >= $4::timestamptz and s.only_group is null
 union all
 select r.base_offset, r.count, r.created_at, r.first_id, r.keys
 from ferrymq.retired_keys r
@@ -379,6 +379,7 @@ type SegmentKeysAtRow struct {
 }
 
 // The keys of the segments inside the window that cover [from_offset, to_offset), newest first, removed ones included.
+// Messages that were put back for one subscription have none, and nobody else may name them.
 func (q *Queries) SegmentKeysAt(ctx context.Context, arg SegmentKeysAtParams) ([]SegmentKeysAtRow, error) {
 	rows, err := q.db.Query(ctx, SegmentKeysAt,
 		arg.PartitionID,

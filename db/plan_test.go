@@ -299,7 +299,7 @@ func bigWorld(t testing.TB) *world {
 	}
 	fill(t, tx, bigPartitions, bigSegments, bigQueues, bigPending)
 	check(t, tx.Commit(t.Context()))
-	w.exec("analyze ferrymq.partitions, ferrymq.segments, ferrymq.cursors, ferrymq.queues, ferrymq.groups, ferrymq.dead_letters, ferrymq.jobs, ferrymq.leases, ferrymq.discovery_groups, ferrymq.retired_keys, ferrymq.traces, ferrymq.trace_names, ferrymq.projects, ferrymq.api_keys")
+	w.exec("analyze ferrymq.partitions, ferrymq.segments, ferrymq.cursors, ferrymq.queues, ferrymq.groups, ferrymq.dead_letters, ferrymq.lane_events, ferrymq.jobs, ferrymq.leases, ferrymq.discovery_groups, ferrymq.retired_keys, ferrymq.traces, ferrymq.trace_names, ferrymq.projects, ferrymq.api_keys")
 	return w
 }
 
@@ -323,6 +323,10 @@ func fill(t testing.TB, tx pgx.Tx, partitions, segments, queues, pending int) {
 		"update ferrymq.cursors set not_before = now() + interval '1 hour', pending = true where partition_id % 1000 = 3",
 		`insert into ferrymq.dead_letters (id, queue_id, group_id, partition_id, message_offset, message_id, transaction_id, key_no, codec, frames, error_message, retry_count, message_created_at)
 			select gen_random_uuid(), 1 + i % 1000, 1 + i % 1000, i, 0, gen_random_uuid(), 't', 0, 0, 'f', 'e', 1, now() from generate_series(1, 10000) i`,
+		fmt.Sprintf(`insert into ferrymq.dead_letters (id, queue_id, group_id, partition_id, message_offset, message_id, transaction_id, key_no, codec, frames, error_message, retry_count, message_created_at, failed_at, signature)
+			select gen_random_uuid(), 6, %d, i, 1, gen_random_uuid(), 't' || i, 0, 0, 'f', 'e', 1, now(), now() - i * interval '1 second', 's' || i %% 20 from generate_series(1, 5000) i`, deadGroup),
+		`insert into ferrymq.lane_events (group_id, partition_id, message_offset, kind, attempt, at)
+			select 9, i % 1000, i % 10, 1, 1, now() - i * interval '10 minutes' from generate_series(1, 20000) i`,
 		`with t as (insert into ferrymq.traces select gen_random_uuid(), gen_random_uuid(), 't' || i % 1000, 'g', 'info', 'd', array['n' || i % 5000], null, null, now() - i * interval '1 second'
 			from generate_series(1, 20000) i returning *)
 			insert into ferrymq.trace_names select names[1], created_at, id, partition_id, transaction_id from t`,
@@ -355,7 +359,7 @@ func TestPlans(t *testing.T) {
 	t.Logf("data set built in %v", time.Since(began).Round(time.Millisecond))
 	all := statements(w)
 	for _, more := range []func(*world) map[string]statement{groupStatements, transactionStatements, messageStatements, retentionStatements, systemStatements,
-		statsStatements, activityStatements, laneStatements, keyStatements} {
+		statsStatements, activityStatements, laneStatements, keyStatements, deadStatements} {
 		maps.Copy(all, more(w))
 	}
 	texts := generated(t)

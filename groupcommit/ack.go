@@ -248,7 +248,24 @@ func (a *Acks) decide(h segment.Hasher, c *cursor) (v *verdict, sure bool) {
 			v.moveTo = max(v.moveTo, o+1)
 		}
 	}
+	if v.signal < 0 {
+		v.moveTo = c.next(v.moveTo)
+	}
 	return v, true
+}
+
+// next is the first offset of the leased batch from at on that holds a message for this group, or its end: whoever has completed all
+// that was delivered to him has completed the batch, also when a message that was put back for another group ends it.
+func (c *cursor) next(at int64) int64 {
+	if at >= c.end {
+		return at
+	}
+	for _, p := range c.parts {
+		if p.base+int64(p.count) > at {
+			return min(max(p.base, at), c.end)
+		}
+	}
+	return c.end
 }
 
 // maxError is how much of an error's text is kept.

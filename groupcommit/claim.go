@@ -308,13 +308,10 @@ func (e *Engine) deliverClaims(lists []*list, rows []db.ClaimPartitionsRow) {
 			spans := got[i]
 			i++
 			c.looked.Store(true)
-			passed := false
-			if l.group.Lanes != nil {
-				if spans, passed = e.passOver(c, spans); passed && len(spans) == 0 && c.tries < 20 {
-					c.tries++
-					e.boardClaim(c)
-					continue
-				}
+			spans, passed := e.passOver(c, spans)
+			if passed != nil && len(spans) == 0 { // progress, however often
+				e.lookAgain(c, passed)
+				continue
 			}
 			full = full && len(spans) > 0
 			switch {

@@ -4,6 +4,8 @@ import (
 	"context"
 	"encoding/binary"
 	"errors"
+	"slices"
+	"sync"
 	"time"
 
 	"github.com/google/uuid"
@@ -168,25 +170,38 @@ func (e *Engine) ExtendLanes(ctx context.Context, g *catalog.Group, ds []*Delive
 	return e.explain(ctx, g, ds, refused)
 }
 
-// passOver takes out of what a claim of lanes got what is not to be delivered: messages that were put back for another group, which the
-// lane passes over, and those whose last attempt ended with its lease, which become dead letters.
-func (e *Engine) passOver(c *claim, spans []*Span) (kept []*Span, passed bool) {
-	kept = spans[:0:0]
+// passOver takes out of what a claim got what is not to be delivered: messages that were put back for another group, which the cursor
+// passes over, and those of lanes whose last attempt ended with its lease, which become dead letters. settled is nil when there
+// was nothing of the kind; else it waits for the cursors to be past them.
+func (e *Engine) passOver(c *claim, spans []*Span) (kept []*Span, settled *sync.WaitGroup) {
+	kept = spans[:0]
 	for _, s := range spans {
-		pass := len(s.Segments) > 0 && s.Segments[0].OnlyGroup != 0 && s.Segments[0].OnlyGroup != c.group.ID
+		had := len(s.Segments)
+		s.Segments = slices.DeleteFunc(s.Segments, func(g Segment) bool { return g.OnlyGroup != 0 && g.OnlyGroup != c.group.ID })
+		pass := had > 0 && len(s.Segments) == 0
 		if !pass && !s.exhausted {
 			kept = append(kept, s)
 			continue
 		}
-		passed = true
-		x := &settle{group: s.Group, partition: s.Partition, row: &s.Row, Lease: c.lease, Expected: s.Start, Action: actPass}
-		if !pass {
+		if settled == nil {
+			settled = &sync.WaitGroup{}
+		}
+		if c.autoAck { // it is past them already
+			continue
+		}
+		x := &settle{group: s.Group, partition: s.Partition, row: &s.Row, Lease: c.lease, Expected: s.Start, Action: actComplete, MoveTo: s.Start + s.Take, done: make(chan struct{})}
+		switch {
+		case !pass:
 			x.Action, x.Error, x.Signature = actExhaust, leaseExpired, leaseExpired
+		case c.group.Lanes != nil:
+			x.Action = actPass
 		}
 		e.held.add(c.lease, s)
+		settled.Add(1)
 		e.sideWork.Add(1)
 		go func() {
 			defer e.sideWork.Done()
+			defer settled.Done()
 			if !pass {
 				ctx, cancel := context.WithTimeout(context.Background(), e.StatementTimeout)
 				defer cancel()
@@ -196,9 +211,20 @@ func (e *Engine) passOver(c *claim, spans []*Span) (kept []*Span, passed bool) {
 				}
 			}
 			e.boardSettle(x)
+			<-x.done
 		}()
 	}
-	return kept, passed
+	return kept, settled
+}
+
+// lookAgain boards a claim once more when what it passed over is out of the way.
+func (e *Engine) lookAgain(c *claim, settled *sync.WaitGroup) {
+	e.sideWork.Add(1)
+	go func() {
+		defer e.sideWork.Done()
+		settled.Wait()
+		e.boardClaim(c)
+	}()
 }
 
 // leaseExpired is the error of an attempt that ended without a word.

@@ -94,6 +94,14 @@ func more[T any](rows []T, limit int64, place func(T) []byte) (page []T, next *s
 	return rows, &cursor
 }
 
+// appendNext is the end of a listing, its closing brace included. Nil: there is no more.
+func appendNext(b, from []byte) []byte {
+	if from == nil {
+		return append(b, `,"next_cursor":null}`...)
+	}
+	return append(appendID(append(b, `,"next_cursor":"`...), "", from), `"}`...)
+}
+
 // appendMessage is a message as /v1 shows it, without the braces.
 func (p *project) appendMessage(b []byte, stream string, s *groupcommit.Span, g *groupcommit.Segment, m *segment.Raw) []byte {
 	b = appendMessageID(append(b, `"id":"`...), s.Row.ID, s.Start)

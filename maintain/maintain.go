@@ -278,7 +278,8 @@ func (m *Maintainer) removeQueue(ctx context.Context, queue int32, next func() e
 	})
 }
 
-// expireTraces removes traces that are past their time, names first: a name without its trace would be missing from its list.
+// expireTraces removes traces that are past their time, names first: a name without its trace would be missing from its list. Events
+// of lanes go the same way, those of deleted subscriptions too.
 func (m *Maintainer) expireTraces(ctx context.Context) error {
 	for n := int64(1); n > 0; {
 		var err error
@@ -289,6 +290,12 @@ func (m *Maintainer) expireTraces(ctx context.Context) error {
 	for n := int64(1); n > 0; {
 		var err error
 		if n, err = m.q.TracesExpire(ctx, db.TracesExpireParams{Max: segmentChunk}); err != nil {
+			return err
+		}
+	}
+	for n := int64(1); n > 0; {
+		var err error
+		if n, err = m.q.LaneEventsExpire(ctx, db.LaneEventsExpireParams{Max: segmentChunk}); err != nil {
 			return err
 		}
 	}

@@ -38,11 +38,12 @@ order by base_offset;
 
 -- name: SegmentKeysAt :many
 -- The keys of the segments inside the window that cover [from_offset, to_offset), newest first, removed ones included.
+-- Messages that were put back for one subscription have none, and nobody else may name them.
 select s.base_offset, s.count, s.created_at, s.first_id, s.keys
 from ferrymq.segments s
 where s.partition_id = @partition_id::bigint
   and s.base_offset >= (select coalesce(max(b.base_offset), 0) from ferrymq.segments b where b.partition_id = @partition_id::bigint and b.base_offset <= @from_offset::bigint)
-  and s.base_offset < @to_offset::bigint and s.created_at >= @since::timestamptz
+  and s.base_offset < @to_offset::bigint and s.created_at >= @since::timestamptz and s.only_group is null
 union all
 select r.base_offset, r.count, r.created_at, r.first_id, r.keys
 from ferrymq.retired_keys r
