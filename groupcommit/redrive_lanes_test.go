@@ -46,8 +46,8 @@ func (b *broker) drain(q *catalog.Queue, g *catalog.Group) (payloads []string) {
 	}
 }
 
-// TestRedriveOnce: 20 callers on two brokers make one copy, for the subscription it belongs to, and it can fail again.
-func TestRedriveOnce(t *testing.T) {
+// TestLaneRedriveOnce: 20 callers on two brokers make one copy, for the subscription it belongs to, and it can fail again.
+func TestLaneRedriveOnce(t *testing.T) {
 	t.Parallel()
 	bs := together(t, 2, setup{})
 	a := bs[0]
@@ -90,8 +90,8 @@ func TestRedriveOnce(t *testing.T) {
 	}
 }
 
-// TestRedriveRollsBack: when the stream goes meanwhile nothing is moved, and nothing is lost.
-func TestRedriveRollsBack(t *testing.T) {
+// TestLaneRedriveRollsBack: when the stream goes meanwhile nothing is moved, and nothing is lost.
+func TestLaneRedriveRollsBack(t *testing.T) {
 	t.Parallel()
 	b := together(t, 1, setup{})[0]
 	q, g := b.subscribe("orders", "mail", func(p *catalog.Policy) { p.MaxAttempts = 1 })

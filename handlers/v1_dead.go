@@ -114,7 +114,10 @@ func (p *project) appendLaneDead(b []byte, keys *segment.Keys, stream string, d 
 
 // listSignatures groups the newest dead letters by their errors, the most frequent first.
 func (a *API) listSignatures(w http.ResponseWriter, r *request) error {
-	limit, from, err := paging(r, 8+maxSignature)
+	limit, from, err := paging(r, -1)
+	if err == nil && from != nil && len(from) < 8 {
+		err = badQuery("cursor")
+	}
 	if err != nil {
 		return err
 	}
@@ -125,11 +128,7 @@ func (a *API) listSignatures(w http.ResponseWriter, r *request) error {
 	q := db.LaneSignaturesParams{GroupID: g.ID, Reach: signatureReach, BelowCount: math.MaxInt64, Max: limit + 1}
 	if from != nil {
 		q.BelowCount = int64(binary.BigEndian.Uint64(from))
-		if end := slices.Index(from[8:], 0); end >= 0 { // padded
-			q.BelowSignature = string(from[8 : 8+end])
-		} else {
-			q.BelowSignature = string(from[8:])
-		}
+		q.BelowSignature = strings.ToValidUTF8(groupcommit.Clip(string(from[8:])), "")
 	}
 	rows, err := a.queries.LaneSignatures(r.Context(), q)
 	if err != nil {
@@ -140,7 +139,6 @@ func (a *API) listSignatures(w http.ResponseWriter, r *request) error {
 		rows = rows[:limit]
 		last := &rows[limit-1]
 		next = append(binary.BigEndian.AppendUint64(nil, uint64(last.Count)), last.Signature...)
-		next = append(next, make([]byte, 8+maxSignature-len(next))...)
 	}
 	b := []byte(`{"signatures":[`)
 	for i := range rows {
