@@ -162,6 +162,7 @@ type shared struct {
 	mu       sync.Mutex
 	seeds    map[int32]*seeding
 	seedRoom chan struct{} // seeders at work
+	meetRoom chan struct{} // first contacts with a partition
 	stop     context.Context
 	working  sync.WaitGroup
 }
@@ -219,6 +220,7 @@ const (
 // New makes a catalog of the queues of one project. onSeed is called when a new group got cursors.
 // Seeding goes on in the background until stop ends; Wait waits for it.
 func New(stop context.Context, pool *pgxpool.Pool, project int32, onSeed func(group int32)) *Catalog {
+	room := max(1, pool.Config().MaxConns/2) // of those who wait for locks
 	return &Catalog{&shared{
 		pool: pool, q: db.New(db.Patient{Pool: pool}), onSeed: onSeed, stop: stop,
 		projects:      newCache[string, known](maxProjects),
@@ -230,7 +232,8 @@ func New(stop context.Context, pool *pgxpool.Pool, project int32, onSeed func(gr
 		met:           newCache[pair, struct{}](maxPartitions),
 		discovered:    newCache[discovery, struct{}](maxGroups),
 		seeds:         make(map[int32]*seeding),
-		seedRoom:      make(chan struct{}, 2),
+		seedRoom:      make(chan struct{}, min(2, room)),
+		meetRoom:      make(chan struct{}, room),
 	}, project}
 }
 

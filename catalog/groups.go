@@ -221,44 +221,68 @@ func (c *Catalog) Meet(ctx context.Context, q *Queue, p *Partition, group string
 	if _, ok := c.met.get(key); ok || (g.Registered && g.seeding == nil) {
 		return g, nil
 	}
-	gone := false
-	err = pgx.BeginFunc(ctx, db.Patient{Pool: c.pool}, func(tx pgx.Tx) error {
-		tq := c.q.WithTx(tx)
-		held, err := tq.GroupHold(ctx, db.GroupHoldParams{ID: g.ID})
+	// Together with all who meet it at the same time, and only so many pairs at once: somebody may hold the partition for long.
+	_, err = first(ctx, c, fmt.Sprintf("m%d %d", g.ID, row.ID), func(ctx context.Context) (struct{}, error) {
+		for {
+			if err := c.meet(ctx, g.ID, row.ID, start); !db.IsLockTimeout(err) {
+				return struct{}{}, err
+			}
+		}
+	})
+	switch {
+	case errors.Is(err, errNoGroup):
+		c.ForgetGroup(q.ID, group)
+		return nil, ErrGone
+	case errors.Is(err, pgx.ErrNoRows):
+		p.Forget(row)
+		return nil, ErrGone
+	case err != nil:
+		return nil, err
+	}
+	c.met.set(key, struct{}{})
+	return g, nil
+}
+
+// errNoGroup: the group was deleted.
+var errNoGroup = errors.New("group is gone")
+
+// meet gives a pair its cursor. Those who wait for the partition's lock hold a part of the connections, and let others have them now and then.
+func (c *Catalog) meet(ctx context.Context, group int32, partition int64, start Start) error {
+	select {
+	case c.meetRoom <- struct{}{}:
+		defer func() { <-c.meetRoom }()
+	case <-ctx.Done():
+		return ctx.Err()
+	}
+	return pgx.BeginFunc(ctx, db.Patient{Pool: c.pool}, func(tx pgx.Tx) error {
+		q := c.q.WithTx(tx)
+		if err := q.FlushSettings(ctx, db.FlushSettingsParams{StatementTimeoutMs: "10000", LockTimeoutMs: "1000"}); err != nil {
+			return err
+		}
+		held, err := q.GroupHold(ctx, db.GroupHoldParams{ID: group})
+		if errors.Is(err, pgx.ErrNoRows) {
+			return errNoGroup
+		}
 		if err != nil {
-			gone = errors.Is(err, pgx.ErrNoRows)
 			return err
 		}
 		if held.Registered {
 			start.At = &held.StartAt // what the group is registered with wins over what the pop carries
 		}
-		if _, err := tq.PartitionLock(ctx, db.PartitionLockParams{ID: row.ID}); err != nil {
+		if _, err := q.PartitionLock(ctx, db.PartitionLockParams{ID: partition}); err != nil {
 			return err
 		}
 		at := start.At
 		if at == nil {
-			i, err := tq.InstallationGet(ctx)
+			i, err := q.InstallationGet(ctx)
 			if err != nil {
 				return err
 			}
 			at = &i.Now
 		}
-		_, err = tq.CursorCreate(ctx, db.CursorCreateParams{GroupID: g.ID, PartitionID: row.ID, StartAt: *at})
+		_, err = q.CursorCreate(ctx, db.CursorCreateParams{GroupID: group, PartitionID: partition, StartAt: *at})
 		return err
 	})
-	if errors.Is(err, pgx.ErrNoRows) {
-		if gone {
-			c.ForgetGroup(q.ID, group)
-		} else {
-			p.Forget(row)
-		}
-		return nil, ErrGone
-	}
-	if err != nil {
-		return nil, err
-	}
-	c.met.set(key, struct{}{})
-	return g, nil
 }
 
 func (c *Catalog) createUnregistered(ctx context.Context, queue int32, group string, start Start) (*Group, error) {

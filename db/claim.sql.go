@@ -310,7 +310,7 @@ type ClaimPartitionsRow struct {
 // frames false: the caller has the frames of most segments already and fetches the others.
 // Of a subscription (kind 1) every partition is a lane: one message at a time, with its number of attempts. A lease of a lane that
 // ended counts as a failed attempt: the lane rests as its policy says, and at the last attempt it is claimed once more, exhausted,
-// for the broker to file its dead letter. With max_in_flight the group's row serializes the claims, and who does not get it has to come again.
+// for the broker to file its dead letter. With max_in_flight a lock per group serializes the claims.
 // A claim never waits: rows that another session holds are passed over, and the holder wakes whom it leaves work for.
 func (q *Queries) ClaimPartitions(ctx context.Context, arg ClaimPartitionsParams) ([]ClaimPartitionsRow, error) {
 	rows, err := q.db.Query(ctx, ClaimPartitions,

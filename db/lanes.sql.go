@@ -115,10 +115,8 @@ func (q *Queries) LaneStates(ctx context.Context, arg LaneStatesParams) ([]LaneS
 }
 
 const LockGroups = `-- name: LockGroups :exec
-select g.id from ferrymq.groups g
-where g.id = any($1::int[])
-order by g.id
-for no key update
+select pg_advisory_xact_lock(1179805009, g.id::int)
+from unnest($1::int[]) as g (id)
 `
 
 type LockGroupsParams struct {
@@ -126,7 +124,8 @@ type LockGroupsParams struct {
 }
 
 // Before a claim for subscriptions with max_in_flight, in a statement of its own: what the claim then counts is committed. The
-// only lock that a claim waits for, and whoever holds it waits for nothing any more.
+// only lock that a claim waits for, and whoever holds it waits for nothing any more. Not the group's row: those who seed it hold
+// that while they wait for partitions. The ids come sorted.
 func (q *Queries) LockGroups(ctx context.Context, arg LockGroupsParams) error {
 	_, err := q.db.Exec(ctx, LockGroups, arg.Ids)
 	return err

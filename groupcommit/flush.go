@@ -122,6 +122,7 @@ func (f *flusher) flush(b *board) error {
 		}
 	}
 	if len(limited) > 0 {
+		slices.Sort(limited)
 		batch.LockGroups(db.LockGroupsParams{Ids: limited})
 	}
 	if len(claims) > 0 {

@@ -1,10 +1,9 @@
 -- name: LockGroups :exec
 -- Before a claim for subscriptions with max_in_flight, in a statement of its own: what the claim then counts is committed. The
--- only lock that a claim waits for, and whoever holds it waits for nothing any more.
-select g.id from ferrymq.groups g
-where g.id = any(@ids::int[])
-order by g.id
-for no key update;
+-- only lock that a claim waits for, and whoever holds it waits for nothing any more. Not the group's row: those who seed it hold
+-- that while they wait for partitions. The ids come sorted.
+select pg_advisory_xact_lock(1179805009, g.id::int)
+from unnest(@ids::int[]) as g (id);
 
 -- name: SettleLanes :many
 -- Applies acks and nacks of deliveries, fenced by the lease. action: 0 ack, 1 nack, 2 release, 3 dead-letter what a claim found exhausted,
