@@ -421,7 +421,7 @@ with s as materialized (
 ), found as materialized (
     select s.n, s.group_id, s.partition_id, s.action, s.move_to, s.failed_at, s.reach,
            s.dead_id, s.message_id, s.transaction_id, s.error, s.key_no, s.codec, s.frames, s.created_at,
-           g.queue_id, p.next_offset, q.retry_delay, c.committed, c.batch_end, c.failures,
+           g.queue_id, p.next_offset, p.first_offset, q.retry_delay, c.committed, c.batch_end, c.failures,
            q.dead_letter_queue or q.dlq_after_max_retries as files,
            c.batch_end is not null as leased,
            case when c.failed_offset = s.failed_at then c.failures else 0 end as failed_before,
@@ -436,7 +436,7 @@ with s as materialized (
       and (s.lease_id = '00000000-0000-0000-0000-000000000000'
            or (c.lease_id = s.lease_id and (s.action >= 4 or c.lease_until > clock_timestamp())))
 ), judged as materialized (
-    select f.n, f.group_id, f.partition_id, f.action, f.move_to, f.failed_at, f.reach, f.dead_id, f.message_id, f.transaction_id, f.error, f.key_no, f.codec, f.frames, f.created_at, f.queue_id, f.next_offset, f.retry_delay, f.committed, f.batch_end, f.failures, f.files, f.leased, f.failed_before, f.exhausted,
+    select f.n, f.group_id, f.partition_id, f.action, f.move_to, f.failed_at, f.reach, f.dead_id, f.message_id, f.transaction_id, f.error, f.key_no, f.codec, f.frames, f.created_at, f.queue_id, f.next_offset, f.first_offset, f.retry_delay, f.committed, f.batch_end, f.failures, f.files, f.leased, f.failed_before, f.exhausted,
            case when f.action = 3 and not f.leased then 3
                 when (f.action = 3 or (f.exhausted and f.files)) and f.dead_id = '00000000-0000-0000-0000-000000000000' then 2
                 when f.action = 3 or (f.exhausted and f.files) then 1
@@ -462,7 +462,7 @@ with s as materialized (
         failures = case when j.action = 1 and j.leased and not j.exhausted then j.failed_before + 1
                         when c.failed_offset >= j.to_offset then c.failures else 0 end,
         not_before = case when j.action = 5 then clock_timestamp() + interval '5 seconds'
-                          when j.action = 1 and j.leased and not j.exhausted and j.retry_delay > 0
+                          when j.action = 1 and j.leased and not j.exhausted and j.retry_delay > 0 and j.failed_at >= j.first_offset -- else it was removed
                                then clock_timestamp() + j.retry_delay * interval '1 millisecond'
                           when c.failed_offset >= j.to_offset or j.to_offset = c.committed then c.not_before end,
         pending = c.pending and not (j.to_offset = j.reach and j.next_offset <= j.reach)

@@ -144,7 +144,7 @@ with s as materialized (
          as t (n, group_id, partition_id, lease_id, action, delay, reach, error, signature, dead_id, message_id, transaction_id, key_no, codec, frames, created_at)
 ), judged as materialized (
     select s.n, s.group_id, s.partition_id, s.lease_id, s.action, s.reach, s.error, s.signature, s.dead_id, s.message_id, s.transaction_id, s.key_no, s.codec, s.frames,
-           s.created_at, g.queue_id, g.max_in_flight > 0 as limited, g.trace_full, p.next_offset, c.committed, c.attempts, c.consumer, d.dead,
+           s.created_at, g.queue_id, g.max_in_flight > 0 as limited, g.trace_full, p.next_offset, p.first_offset, c.committed, c.attempts, c.consumer, d.dead,
            case when d.dead and s.dead_id = '00000000-0000-0000-0000-000000000000' then 2 when d.dead then 1 else 0 end as outcome,
            case when d.dead or s.action in (0, 4) then c.batch_end else c.committed end as to_offset,
            case when s.delay >= 0 then s.delay::double precision
@@ -178,7 +178,7 @@ with s as materialized (
     update ferrymq.cursors c
     set committed = j.to_offset, lease_id = null, lease_until = null, batch_end = null, settled = j.lease_id,
         attempts = case when j.to_offset > j.committed then 0 when j.action = 2 then c.attempts - 1 else c.attempts end,
-        not_before = case when j.action = 1 and not j.dead then clock_timestamp() + j.rest * interval '1 millisecond' end,
+        not_before = case when j.action = 1 and not j.dead and j.committed >= j.first_offset then clock_timestamp() + j.rest * interval '1 millisecond' end,
         pending = c.pending and not (j.to_offset = j.reach and j.next_offset <= j.reach)
     from judged j
     where j.outcome <> 2 and c.group_id = j.group_id and c.partition_id = j.partition_id

@@ -94,11 +94,14 @@ type cursor struct {
 }
 
 func (e *Engine) ack(ctx context.Context, a *Acks) {
-	if a.Partition == nil || a.Partition.Row() == nil {
+	var row *catalog.Row
+	if a.Partition != nil {
+		row = a.Partition.Row()
+	}
+	if row == nil {
 		a.fail(ErrNoConsumer)
 		return
 	}
-	row := a.Partition.Row()
 	g, err := e.Catalog.Group(ctx, a.Partition.QueueID, a.Group)
 	if err != nil {
 		a.fail(e.Unavailable(err))

@@ -69,12 +69,16 @@ func (e *Engine) settleLanes(ctx context.Context, g *catalog.Group, ds []*Delive
 	pending := make([]int, 0, len(ds))
 	for i, d := range ds {
 		p := lanes[d.Partition]
-		if p == nil || p.Row() == nil {
+		var row *catalog.Row
+		if p != nil {
+			row = p.Row()
+		}
+		if row == nil || row.ID != d.Partition {
 			d.Err = ErrLeaseLost
 			continue
 		}
 		s := like
-		s.group, s.partition, s.row, s.Lease, s.Expected, s.done = g, p, p.Row(), d.Lease, d.Offset, make(chan struct{})
+		s.group, s.partition, s.row, s.Lease, s.Expected, s.done = g, p, row, d.Lease, d.Offset, make(chan struct{})
 		settles[i] = &s
 		pending = append(pending, i)
 		e.boardSettle(&s)

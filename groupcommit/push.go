@@ -80,7 +80,7 @@ func (e *Engine) admit(ctx context.Context, p *Push) error {
 		return ErrNoKey
 	}
 	if p.Queue.MaxSize > 0 {
-		return e.sizes.admit(e, p.Queue, int64(len(p.Messages)), func() (int64, error) {
+		return e.sizes.admit(e, p.Queue, int64(len(p.Messages)), true, func() (int64, error) {
 			return e.q.QueuePendingCount(ctx, db.QueuePendingCountParams{QueueID: p.Queue.ID})
 		})
 	}
@@ -320,9 +320,9 @@ func (n *entry) remember(e *Engine) {
 // made notes the row of the partition that the commit of an entry created.
 func (n *entry) made(e *Engine, r db.CreatePartitionsRow) {
 	e.Catalog.Claimed(n.queue.ID, r.ID, r.PublicID, n.partition.Name, n.partition.Hidden, n.total)
-	if n.row = n.partition.Row(); n.row == nil || n.row.ID != r.ID {
-		n.partition.Created(catalog.Row{ID: r.ID, PublicID: r.PublicID})
-		n.row = n.partition.Row()
+	n.row = &catalog.Row{ID: r.ID, PublicID: r.PublicID}
+	if have := n.partition.Row(); have == nil || have.ID != r.ID {
+		n.partition.Created(*n.row)
 	}
 	n.base, n.createdAt = 0, r.CreatedAt
 	e.Metrics.Add(n.queue.ID, metrics.PartitionsCreated, 1)
@@ -399,10 +399,23 @@ func (s *sizes) of(queue int32) *size {
 	return z
 }
 
-// admit says whether n more messages fit. count is the backlog without them.
-func (s *sizes) admit(e *Engine, q *catalog.Queue, n int64, count func() (int64, error)) error {
+// admit says whether n more messages fit. count is the backlog without them. Only who holds no connection may wait: whoever counts
+// may be waiting for one.
+func (s *sizes) admit(e *Engine, q *catalog.Queue, n int64, wait bool, count func() (int64, error)) error {
 	z := s.of(q.ID)
-	z.mu.Lock()
+	if !z.mu.TryLock() {
+		if !wait {
+			pending, err := count()
+			if err == nil && pending+n > q.MaxSize {
+				err = ErrFull
+			}
+			if err == nil {
+				z.added.Add(n)
+			}
+			return err
+		}
+		z.mu.Lock()
+	}
 	defer z.mu.Unlock()
 	fits := func() bool { return z.pending+z.added.Load()+n <= q.MaxSize }
 	if z.at.IsZero() || time.Since(z.at) > time.Second || !fits() {

@@ -2,7 +2,11 @@ package groupcommit_test
 
 import (
 	"context"
+	"errors"
+	"ferrymq/db"
+	"ferrymq/groupcommit"
 	"fmt"
+	"sync"
 	"testing"
 	"time"
 
@@ -59,4 +63,163 @@ func TestFirstContactBlocked(t *testing.T) {
 			t.Errorf("popped %q", d.payloads())
 		}
 	}
+}
+
+// small gives a broker the fewest connections it may have: two for flushes and two for all else.
+func small(t *testing.T, dsn string) setup {
+	return setup{alone: true, recheck: slow, pool: 2, change: func(o *groupcommit.Options) {
+		flights, err := db.NewPool(t.Context(), dsn, 2, 30*time.Second)
+		if err != nil {
+			t.Fatal(err)
+		}
+		t.Cleanup(flights.Close)
+		o.Flights = flights
+	}}
+}
+
+func (b *broker) limit(queue string, size int64) {
+	b.t.Helper()
+	if _, err := b.Catalog.Configure(b.t.Context(), queue, func(q *catalog.Queue) error { q.MaxSize = size; return nil }); err != nil {
+		b.t.Fatal(err)
+	}
+}
+
+// TestCountWithoutConnection: a push that waits for a connection to count the backlog does not stop the transactions that have them all.
+func TestCountWithoutConnection(t *testing.T) {
+	t.Parallel()
+	dsn := dbtest.New(t)
+	b := start(t, dsn, small(t, dsn))
+	b.limit("full.q", 1000)
+	for _, p := range []string{"a", "b", "c"} {
+		b.push("full.q", p, item{payload: `"0"`})
+	}
+	time.Sleep(1100 * time.Millisecond) // the last count is too old
+	release := hold(t, dsn, `select from ferrymq.partitions for update`)
+	var all []*outcome
+	for _, p := range []string{"a", "b"} {
+		all = append(all, background(t, func() error { return b.transact(batch("full.q", p, item{payload: `"1"`})) }))
+	}
+	dbtest.WaitBlocked(t, admin(t, dsn), 2)
+	all = append(all, b.goPush(t, "full.q", "c", item{payload: `"1"`}))
+	eventually(t, "the push waits for a connection", func() bool { return db.Waiting(b.Pool) > 0 })
+	release()
+	for _, o := range all {
+		if err := o.wait(t, "with all connections in use", 3*time.Second); err != nil {
+			t.Error(err)
+		}
+	}
+}
+
+// TestSmallPool: with the fewest connections, fifty callers of all that takes a transaction of its own get through.
+func TestSmallPool(t *testing.T) {
+	t.Parallel()
+	dsn := dbtest.New(t)
+	b := start(t, dsn, small(t, dsn))
+	b.limit("small.q", 1_000_000)
+	var dead []*groupcommit.Redrive
+	for i := range 10 {
+		dead = append(dead, &groupcommit.Redrive{ID: b.dead("small.q", "p", fmt.Sprint("dead", i))})
+	}
+	var all sync.WaitGroup
+	for i := range 50 {
+		all.Go(func() {
+			p := fmt.Sprint("p", i%7)
+			for n := range rounds(6) {
+				var err error
+				switch i % 5 {
+				case 0:
+					err = b.transact(batch("small.q", p, item{id: fmt.Sprint(i, n), payload: `"t"`}), batch("small.q", fmt.Sprint("new", i, n), item{payload: `"t"`}))
+				case 1:
+					if n > 0 {
+						break
+					}
+					_, err = b.Redrive(context.Background(), dead[i/5])
+				case 2:
+					_, _, err = b.Seek(context.Background(), "small.q", "g", groupcommit.Target{End: n%2 == 0})
+				case 3:
+					_, err = b.tryPush(context.Background(), "small.q", p, item{id: fmt.Sprint(i, n), payload: `"p"`})
+				case 4:
+					_, err = b.tryPop(context.Background(), auto(route("small.q", p, fmt.Sprint("g", i, n), 1, 0)))
+				}
+				if err != nil {
+					t.Errorf("%d: %v", i%5, err)
+				}
+			}
+		})
+	}
+	done := make(chan struct{})
+	go func() { all.Wait(); close(done) }()
+	select {
+	case <-done:
+	case <-time.After(60 * time.Second):
+		t.Error("they hang")
+		<-done
+	}
+}
+
+// TestGroupMadeAnew: a transaction that has to look again, because a partition is gone, sees then too that the group is another one.
+func TestGroupMadeAnew(t *testing.T) {
+	t.Parallel()
+	dsn := dbtest.New(t)
+	a, b := start(t, dsn, setup{alone: true, recheck: slow}), start(t, dsn, setup{alone: true, recheck: slow})
+	for _, p := range []string{"gone", "p"} {
+		a.push("anew.q", p, item{id: p, payload: `"1"`})
+	}
+	d := a.need(route("anew.q", "p", "g", 1, 0), "1")
+	if _, _, err := b.DeleteGroup(t.Context(), "anew.q", "g", false); err != nil {
+		t.Fatal(err)
+	}
+	b.need(route("anew.q", "p", "g", 1, 0), "1")
+	pool := admin(t, dsn)
+	exec(t, pool, `delete from ferrymq.cursors where partition_id = (select id from ferrymq.partitions where name = 'gone')`)
+	exec(t, pool, `delete from ferrymq.segments where partition_id = (select id from ferrymq.partitions where name = 'gone')`)
+	exec(t, pool, `delete from ferrymq.partitions where name = 'gone'`)
+	if err := a.transact(batch("anew.q", "gone", item{payload: `"2"`}), settlement("g", nil, groupcommit.Completed, d.messages...)); err != nil {
+		t.Error(err)
+	}
+}
+
+// TestClearLanes: what is cleared counts neither against the messages in flight nor as an attempt of the next one.
+func TestClearLanes(t *testing.T) {
+	t.Parallel()
+	dsn := dbtest.New(t)
+	b := start(t, dsn, setup{recheck: slow})
+	q, g := b.subscribe("clear.q", "mail", func(p *catalog.Policy) { p.MaxInFlight, p.MaxAttempts = 1, 3 })
+	b.push("clear.q", "a", item{payload: `"1"`})
+	old := b.receive(q, g, 1, soon)
+	if len(old) != 1 {
+		t.Fatal("nothing received")
+	}
+	if _, _, err := b.Clear(t.Context(), q, nil); err != nil {
+		t.Fatal(err)
+	}
+	b.push("clear.q", "a", item{payload: `"2"`})
+	ls := b.receive(q, g, 1, soon/2)
+	if len(ls) != 1 || ls[0].payload != `"2"` || ls[0].attempt != 1 {
+		t.Fatalf("received %+v", ls)
+	}
+	if err := b.AckLanes(t.Context(), g, one(old)); err != nil || !errors.Is(old[0].Err, groupcommit.ErrLeaseLost) {
+		t.Errorf("ack of what was cleared: %v, %v", err, old[0].Err)
+	}
+	if err := b.AckLanes(t.Context(), g, one(ls)); err != nil || ls[0].Err != nil {
+		t.Errorf("ack: %v, %v", err, ls[0].Err)
+	}
+}
+
+// TestNackOfRemoved: a backoff for a message that retention has removed does not hold up the next ones, whether the nack
+// comes before or after.
+func TestNackOfRemoved(t *testing.T) {
+	t.Parallel()
+	dsn := dbtest.New(t)
+	b := start(t, dsn, setup{recheck: slow})
+	pool := admin(t, dsn)
+	if _, err := b.Catalog.Configure(t.Context(), "nack.q", func(q *catalog.Queue) error { q.RetryDelay = 60_000; return nil }); err != nil {
+		t.Fatal(err)
+	}
+	b.push("nack.q", "p", item{payload: `"1"`})
+	b.push("nack.q", "p", item{payload: `"2"`})
+	d := b.need(route("nack.q", "p", "g", 1, 0), "1")
+	exec(t, pool, `update ferrymq.partitions set first_offset = 1`)
+	b.tryAck(t.Context(), "g", d.Lease, d.messages[0].public, says(groupcommit.Failed, d.messages...)...)
+	b.need(route("nack.q", "p", "g", 1, soon), "2")
 }

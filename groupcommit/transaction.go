@@ -97,6 +97,11 @@ func (e *Engine) Transact(ctx context.Context, t *Transaction) error {
 			for _, b := range t.Pushes {
 				e.Catalog.ForgetQueue(b.Queue)
 			}
+			for _, a := range x.acks {
+				if a.group != nil {
+					e.Catalog.ForgetGroup(a.group.QueueID, a.group.Name)
+				}
+			}
 		case errors.As(err, &why):
 			return err
 		default:
@@ -718,7 +723,7 @@ func (x *attempt) fits(ctx context.Context, q *db.Queries) error {
 		}
 		total := added[n.queue]
 		delete(added, n.queue)
-		err := x.e.sizes.admit(x.e, n.queue, total, func() (int64, error) {
+		err := x.e.sizes.admit(x.e, n.queue, total, false, func() (int64, error) {
 			with, err := q.QueuePendingCount(ctx, db.QueuePendingCountParams{QueueID: n.queue.ID})
 			return with - total, err
 		})

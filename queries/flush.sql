@@ -145,7 +145,7 @@ with s as materialized (
 ), found as materialized (
     select s.n, s.group_id, s.partition_id, s.action, s.move_to, s.failed_at, s.reach,
            s.dead_id, s.message_id, s.transaction_id, s.error, s.key_no, s.codec, s.frames, s.created_at,
-           g.queue_id, p.next_offset, q.retry_delay, c.committed, c.batch_end, c.failures,
+           g.queue_id, p.next_offset, p.first_offset, q.retry_delay, c.committed, c.batch_end, c.failures,
            q.dead_letter_queue or q.dlq_after_max_retries as files,
            c.batch_end is not null as leased,
            case when c.failed_offset = s.failed_at then c.failures else 0 end as failed_before,
@@ -186,7 +186,7 @@ with s as materialized (
         failures = case when j.action = 1 and j.leased and not j.exhausted then j.failed_before + 1
                         when c.failed_offset >= j.to_offset then c.failures else 0 end,
         not_before = case when j.action = 5 then clock_timestamp() + interval '5 seconds'
-                          when j.action = 1 and j.leased and not j.exhausted and j.retry_delay > 0
+                          when j.action = 1 and j.leased and not j.exhausted and j.retry_delay > 0 and j.failed_at >= j.first_offset -- else it was removed
                                then clock_timestamp() + j.retry_delay * interval '1 millisecond'
                           when c.failed_offset >= j.to_offset or j.to_offset = c.committed then c.not_before end,
         pending = c.pending and not (j.to_offset = j.reach and j.next_offset <= j.reach)

@@ -98,7 +98,8 @@ with waiting as materialized (
     from ferrymq.partitions p
     join ferrymq.groups g on g.queue_id = p.queue_id and g.deleted_at is null
     join ferrymq.cursors c on c.group_id = g.id and c.partition_id = p.id
-    where p.id = any(@ids::bigint[]) and c.not_before is not null and c.failed_offset < p.first_offset
+    where p.id = any(@ids::bigint[]) and c.not_before is not null
+      and case when g.kind = 1 then c.committed else c.failed_offset end < p.first_offset
     order by c.group_id, c.partition_id
     for no key update of c
 )
@@ -310,9 +311,13 @@ with found as materialized (
     for no key update of c
 ), moved as (
     update ferrymq.cursors c
-    set committed = f.next_offset, origin = f.next_offset - (c.committed - c.origin), lease_id = null, lease_until = null, batch_end = null, failed_offset = null, failures = 0, not_before = null, pending = false
+    set committed = f.next_offset, origin = f.next_offset - (c.committed - c.origin), lease_id = null, lease_until = null, batch_end = null, failed_offset = null, failures = 0, attempts = 0, not_before = null, pending = false
     from found f
     where c.group_id = f.group_id and c.partition_id = f.partition_id
+), freed as (
+    delete from ferrymq.in_flight x
+    using found f
+    where f.lease_id is not null and x.group_id = f.group_id and x.partition_id = f.partition_id
 )
 select f.group_id, f.partition_id from found f where f.lease_id is not null;
 
