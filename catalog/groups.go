@@ -224,7 +224,7 @@ func (c *Catalog) Meet(ctx context.Context, q *Queue, p *Partition, group string
 	// Together with all who meet it at the same time, and only so many pairs at once: somebody may hold the partition for long.
 	_, err = first(ctx, c, fmt.Sprintf("m%d %d", g.ID, row.ID), func(ctx context.Context) (struct{}, error) {
 		for {
-			if err := c.meet(ctx, g.ID, row.ID, start); !db.IsLockTimeout(err) {
+			if err := c.meet(ctx, g.ID, row.ID, start); !db.IsLockTimeout(err) || c.stop.Err() != nil {
 				return struct{}{}, err
 			}
 		}

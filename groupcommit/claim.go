@@ -111,7 +111,7 @@ func (c *claim) leave() bool {
 	return c.left
 }
 
-// present drops the claims whose caller has gone before they board a flight.
+// present drops the claims whose caller has gone before they board a flight. One that had been parked was woken: for the next one then.
 func (e *Engine) present(claims []*claim) []*claim {
 	kept := claims[:0:0]
 	for _, c := range claims {
@@ -120,6 +120,9 @@ func (e *Engine) present(claims []*claim) []*claim {
 		c.mu.Unlock()
 		if left {
 			c.finish(e, nil, nil)
+			if c.looked.Load() {
+				e.park.passOn(c)
+			}
 			continue
 		}
 		kept = append(kept, c)

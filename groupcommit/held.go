@@ -170,6 +170,16 @@ func (h *holding) drop(group int32, partition int64) {
 	}
 }
 
+// dropLease is drop, unless the cursor has another lease by now.
+func (h *holding) dropLease(group int32, partition int64, lease uuid.UUID) {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	k := cursorKey{group, partition}
+	if n := h.find(k); n != nil && n.lease == lease {
+		h.remove(k)
+	}
+}
+
 // dropGroup forgets all batches of a group. It walks everything that is remembered: for rare events.
 func (h *holding) dropGroup(group int32) {
 	h.mu.Lock()

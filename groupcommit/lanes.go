@@ -109,7 +109,7 @@ func (e *Engine) explain(ctx context.Context, g *catalog.Group, ds []*Delivered,
 	}
 	var ids []int64
 	for _, i := range refused {
-		e.held.drop(g.ID, ds[i].Partition)
+		e.held.dropLease(g.ID, ds[i].Partition, ds[i].Lease)
 		ids = append(ids, ds[i].Partition)
 	}
 	states, err := e.q.LaneStates(ctx, db.LaneStatesParams{GroupID: g.ID, PartitionIds: ids})

@@ -317,6 +317,19 @@ func (p *parking) left(group *catalog.Group, partition int64) {
 	}
 }
 
+// passOn wakes others for what a claim was woken for that did not get to look.
+func (p *parking) passOn(c *claim) {
+	switch {
+	case c.partition != nil:
+		p.left(c.group, c.partition.ID)
+	case len(c.hints) == 0:
+		p.lookSome(c.group.ID, 1)
+	}
+	for _, h := range c.hints {
+		p.left(c.group, h)
+	}
+}
+
 // removed sends off what is parked on a partition that is gone: its claims find that out.
 func (p *parking) removed(queue int32, partition int64) {
 	var claims []*claim

@@ -223,3 +223,44 @@ func TestNackOfRemoved(t *testing.T) {
 	b.tryAck(t.Context(), "g", d.Lease, d.messages[0].public, says(groupcommit.Failed, d.messages...)...)
 	b.need(route("nack.q", "p", "g", 1, soon), "2")
 }
+
+// TestWokenAndGone: a parked pop that is woken and whose caller leaves before it flies passes the sign on to the next one.
+func TestWokenAndGone(t *testing.T) {
+	t.Parallel()
+	for _, kind := range []string{"wide", "narrow"} {
+		t.Run(kind, func(t *testing.T) {
+			t.Parallel()
+			dsn := dbtest.New(t)
+			one := func(o *groupcommit.Options) { o.Width = 1 }
+			b, other := start(t, dsn, setup{alone: true, recheck: slow, change: one}), start(t, dsn, setup{alone: true, recheck: slow})
+			b.push("wake.q", "p", item{payload: `"0"`})
+			b.push("wake.x", "x", item{payload: `"0"`})
+			b.pop(auto(wide("wake.q", "g", 1, 1, 0)))
+			pop := wide("wake.q", "g", 1, 1, time.Minute)
+			if kind == "narrow" {
+				pop = route("wake.q", "p", "g", 1, time.Minute)
+			}
+			first := b.park(pop)
+			second := b.park(pop)
+			release := hold(t, dsn, lockPartition, "x")
+			blocked := b.goPush(t, "wake.x", "x", item{payload: `"1"`})
+			dbtest.WaitBlocked(t, admin(t, dsn), 1)
+			other.push("wake.q", "p", item{payload: `"1"`})
+			id := number(t, b.Pool, `select id from ferrymq.partitions where name = 'p'`)
+			queue := number(t, b.Pool, `select queue_id from ferrymq.partitions where name = 'p'`)
+			b.Hint(groupcommit.Hint{Queue: int32(queue), Partition: id})
+			if b.Parked() != 1 {
+				t.Fatalf("%d parked", b.Parked())
+			}
+			first.cancel()
+			<-first.done
+			release()
+			if d := second.wait(t); d.payloads() != "1" {
+				t.Errorf("popped %q", d.payloads())
+			}
+			if err := blocked.wait(t, "the push", soon); err != nil {
+				t.Error(err)
+			}
+		})
+	}
+}
