@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"sync/atomic"
 	"time"
 
 	"github.com/google/uuid"
@@ -17,7 +18,8 @@ const seedChunk = 1000
 
 // seeding is the making of the cursors of a newly registered group.
 type seeding struct {
-	done chan struct{} // closed when every partition has its cursor, or nobody goes on
+	done   chan struct{}         // closed when every partition has its cursor, or nobody goes on
+	failed atomic.Pointer[error] // why the last try ended early; it is tried again
 }
 
 // Seeded is closed once all partitions that existed when the group was registered have their cursor; nil = long ago.
@@ -26,6 +28,23 @@ func (g *Group) Seeded() <-chan struct{} {
 		return nil
 	}
 	return g.seeding.done
+}
+
+// SeedFailure is why the last try to make the cursors failed, as long as they are not made.
+func (g *Group) SeedFailure() error {
+	if g.seeding == nil {
+		return nil
+	}
+	err := g.seeding.failed.Load()
+	select {
+	case <-g.seeding.done:
+		return nil
+	default:
+	}
+	if err == nil {
+		return nil
+	}
+	return *err
 }
 
 // Group finds a group that exists, or nil. It makes nothing.
@@ -135,6 +154,7 @@ func (c *Catalog) seed(g *Group) *seeding {
 			if err == nil || c.stop.Err() != nil {
 				break
 			}
+			s.failed.Store(&err)
 			select {
 			case <-c.stop.Done():
 			case <-time.After(wait):

@@ -136,12 +136,15 @@ func (e *Engine) popGroup(ctx context.Context, p *Pop, q *catalog.Queue, g *cata
 		c.wait = p.Wait > 0 // each chunk of a new group's cursors wakes it
 		d, err := e.await(ctx, c, deadline)
 		p.Parked += time.Duration(c.parked.Load())
+		if d == nil && err == nil && c.wait {
+			err = e.unseeded(g)
+		}
 		if d != nil || err != nil || seeded == nil || c.wait {
 			return d, e.forgetGone(g, err)
 		}
 		// A first contact that does not wait: an empty answer means nothing yet, until the cursors are made.
 		if !e.awaitSeeded(ctx, seeded, time.Now().Add(seedPatience)) {
-			return nil, ctx.Err()
+			return nil, e.unseeded(g)
 		}
 		seeded = nil
 	}
@@ -165,6 +168,14 @@ func (e *Engine) awaitSeeded(ctx context.Context, seeded <-chan struct{}, deadli
 	case <-*e.ended.Load():
 	}
 	return false
+}
+
+// unseeded is why a new group has no cursors, if making them fails: what it would be given is not known, so its pop is not empty.
+func (e *Engine) unseeded(g *catalog.Group) error {
+	if err := g.SeedFailure(); err != nil {
+		return e.Unavailable(err)
+	}
+	return nil
 }
 
 func (e *Engine) forgetGone(g *catalog.Group, err error) error {
@@ -273,7 +284,7 @@ func (e *Engine) giveBackRemoved(c *claim, left []*Span) {
 // popFilled holds a batch that is not full up to the queue's minPopWaitTime: nothing is leased meanwhile.
 func (e *Engine) popFilled(ctx context.Context, p *Pop, q *catalog.Queue, g *catalog.Group, hold time.Duration, deadline time.Time) (*Delivery, error) {
 	if seeded := g.Seeded(); seeded != nil && !e.awaitSeeded(ctx, seeded, deadline) {
-		return nil, ctx.Err()
+		return nil, e.unseeded(g)
 	}
 	w := &watcher{queue: q.ID, name: q.Name, group: g.Name}
 	if !e.park.watch(w) {
