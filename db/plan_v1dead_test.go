@@ -29,6 +29,7 @@ func deadStatements(w *world) map[string]statement {
 		"LaneDeadLock":   {sql: db.LaneDeadLock, arg: db.LaneDeadLockParams{Ids: ids, GroupID: deadGroup}, buffers: 900, index: []string{"dead_letters_pkey"}},
 		"LaneRedrive": {sql: db.LaneRedrive, arg: db.LaneRedriveParams{Ids: ids, PartitionIds: parts, Rels: offsets, FromOffsets: offsets, Attempts: ns, KeyNos: zeros, Codecs: zeros,
 			FirstIds: ids, Frames: frames, GroupID: deadGroup}, buffers: 5000, index: []string{"partitions_pkey"}},
+		"LanePassIdle":   {sql: db.LanePassIdle, arg: db.LanePassIdleParams{Ids: parts, Bases: offsets, GroupID: deadGroup}, buffers: 4500, index: []string{"cursors_pkey"}},
 		"LaneDeadDelete": {sql: db.LaneDeadDelete, arg: db.LaneDeadDeleteParams{Ids: ids, GroupID: deadGroup}, buffers: 900, index: []string{"dead_letters_pkey"}},
 
 		"TraceMessage":     {sql: db.TraceMessage, arg: db.TraceMessageParams{MessageOffset: 550, ProjectID: 1, PartitionID: 77}, buffers: 60, index: []string{"segments_pkey"}},

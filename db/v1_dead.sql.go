@@ -436,6 +436,31 @@ func (q *Queries) LaneEventsExpire(ctx context.Context, arg LaneEventsExpirePara
 	return result.RowsAffected(), nil
 }
 
+const LanePassIdle = `-- name: LanePassIdle :exec
+update ferrymq.cursors c
+set committed = p.next_offset, origin = c.origin + p.next_offset - c.committed
+from ferrymq.partitions p
+where p.id = c.partition_id and c.ctid = any(array(
+    select (select k.ctid from ferrymq.cursors k
+            where k.group_id = g.id and k.partition_id = x.id and not k.pending and k.lease_id is null and k.committed = t.base::bigint)
+    from rows from (unnest($1::bigint[]), unnest($2::bigint[])) as t (id, base)
+    join ferrymq.partitions x on x.id = t.id::bigint
+    cross join lateral (select y.id from ferrymq.groups y where y.queue_id = x.queue_id and y.deleted_at is null and y.id <> $3::int offset 0) g))
+`
+
+type LanePassIdleParams struct {
+	Ids     []int64
+	Bases   []int64
+	GroupID int32
+}
+
+// Groups that had consumed all there was are past what is not for them at once: it is no backlog of theirs. Needs LockPartitions and LockCursors
+// in earlier statements of the same transaction. By ctid as in MarkPending.
+func (q *Queries) LanePassIdle(ctx context.Context, arg LanePassIdleParams) error {
+	_, err := q.db.Exec(ctx, LanePassIdle, arg.Ids, arg.Bases, arg.GroupID)
+	return err
+}
+
 const LaneRedrive = `-- name: LaneRedrive :many
 with x as materialized (
     select t.id::uuid as id, t.partition_id::bigint as partition_id, t.rel::bigint as rel, t.from_offset::bigint as from_offset, t.attempts::int as attempts,
@@ -464,7 +489,7 @@ with x as materialized (
 ), gone as (
     delete from ferrymq.dead_letters d where d.id = any(array(select x.id from x join moved m on m.id = x.partition_id))
 )
-select m.id::bigint as id from moved m
+select m.id::bigint as id, m.base::bigint as base from moved m
 `
 
 type LaneRedriveParams struct {
@@ -480,9 +505,14 @@ type LaneRedriveParams struct {
 	GroupID      int32
 }
 
+type LaneRedriveRow struct {
+	ID   int64
+	Base int64
+}
+
 // Needs LaneDeadLock and LockPartitions in earlier statements of the same transaction. The dead letters go, and their messages are appended
 // to their partitions for this group only, each as a segment of its own, rel counts within its partition. Queues that are gone return nothing.
-func (q *Queries) LaneRedrive(ctx context.Context, arg LaneRedriveParams) ([]int64, error) {
+func (q *Queries) LaneRedrive(ctx context.Context, arg LaneRedriveParams) ([]LaneRedriveRow, error) {
 	rows, err := q.db.Query(ctx, LaneRedrive,
 		arg.Ids,
 		arg.PartitionIds,
@@ -499,13 +529,13 @@ func (q *Queries) LaneRedrive(ctx context.Context, arg LaneRedriveParams) ([]int
 		return nil, err
 	}
 	defer rows.Close()
-	var items []int64
+	var items []LaneRedriveRow
 	for rows.Next() {
-		var id int64
-		if err := rows.Scan(&id); err != nil {
+		var i LaneRedriveRow
+		if err := rows.Scan(&i.ID, &i.Base); err != nil {
 			return nil, err
 		}
-		items = append(items, id)
+		items = append(items, i)
 	}
 	if err := rows.Err(); err != nil {
 		return nil, err

@@ -78,6 +78,13 @@ func (e *Engine) RedriveLanes(ctx context.Context, g *catalog.Group, ids []uuid.
 		if err := q.LockCursors(ctx, db.LockCursorsParams{Pushed: partitions, GroupIds: []int32{}, PartitionIds: []int64{}, LeaseIds: []uuid.UUID{}}); err != nil {
 			return err
 		}
+		idle := db.LanePassIdleParams{GroupID: g.ID}
+		for _, m := range moved {
+			idle.Ids, idle.Bases = append(idle.Ids, m.ID), append(idle.Bases, m.Base)
+		}
+		if err := q.LanePassIdle(ctx, idle); err != nil {
+			return err
+		}
 		return q.MarkPending(ctx, db.MarkPendingParams{Pushed: partitions})
 	})
 	if errors.Is(err, catalog.ErrGone) || errors.Is(err, ErrNoKey) {

@@ -135,7 +135,20 @@ with x as materialized (
 ), gone as (
     delete from ferrymq.dead_letters d where d.id = any(array(select x.id from x join moved m on m.id = x.partition_id))
 )
-select m.id::bigint as id from moved m;
+select m.id::bigint as id, m.base::bigint as base from moved m;
+
+-- name: LanePassIdle :exec
+-- Groups that had consumed all there was are past what is not for them at once: it is no backlog of theirs. Needs LockPartitions and LockCursors
+-- in earlier statements of the same transaction. By ctid as in MarkPending.
+update ferrymq.cursors c
+set committed = p.next_offset, origin = c.origin + p.next_offset - c.committed
+from ferrymq.partitions p
+where p.id = c.partition_id and c.ctid = any(array(
+    select (select k.ctid from ferrymq.cursors k
+            where k.group_id = g.id and k.partition_id = x.id and not k.pending and k.lease_id is null and k.committed = t.base::bigint)
+    from rows from (unnest(@ids::bigint[]), unnest(@bases::bigint[])) as t (id, base)
+    join ferrymq.partitions x on x.id = t.id::bigint
+    cross join lateral (select y.id from ferrymq.groups y where y.queue_id = x.queue_id and y.deleted_at is null and y.id <> @group_id::int offset 0) g));
 
 -- name: LaneDeadDelete :many
 with doomed as materialized (
