@@ -313,3 +313,18 @@ func TestBeat(t *testing.T) {
 		t.Errorf("%d brokers after one left", n)
 	}
 }
+
+// TestLaneEventsExpire: what happened in lanes is kept for 30 days.
+func TestLaneEventsExpire(t *testing.T) {
+	t.Parallel()
+	m := broker(t, dbtest.New(t))
+	exec(t, m.Pool, `insert into ferrymq.lane_events (group_id, partition_id, message_offset, kind, attempt, at)
+		select 1, 1, i, 1, 1, now() - make_interval(days => 28 + i % 4) from generate_series(1, 4000) i`)
+	run(t, m)
+	eventually(t, "the old ones are gone", func() bool {
+		return number(t, m.Pool, "select count(*) from ferrymq.lane_events where at < now() - interval '30 days'") == 0
+	})
+	if n := number(t, m.Pool, "select count(*) from ferrymq.lane_events"); n != 2000 {
+		t.Errorf("%d are left", n)
+	}
+}
