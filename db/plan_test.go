@@ -330,8 +330,8 @@ func fill(t testing.TB, tx pgx.Tx, partitions, segments, queues, pending int) {
 		`with t as (insert into ferrymq.traces select gen_random_uuid(), gen_random_uuid(), 't' || i % 1000, 'g', 'info', 'd', array['n' || i % 5000], null, null, now() - i * interval '1 second'
 			from generate_series(1, 20000) i returning *)
 			insert into ferrymq.trace_names select names[1], created_at, id, partition_id, transaction_id from t`,
-		"insert into ferrymq.projects (name) select 'p' || i from generate_series(1, 5000) i",
-		"insert into ferrymq.api_keys (id, project_id, name, scopes, hash) select gen_random_uuid(), 1 + i % 5000, 'k' || i, '{read}', sha256(i::text::bytea) from generate_series(1, 10000) i",
+		"insert into ferrymq.projects (name) select 'p' || i from generate_series(1, 5000) i on conflict do nothing",
+		"insert into ferrymq.api_keys (id, project_id, name, scopes, hash) select gen_random_uuid(), 1 + i % 5000, 'k' || i, '{read}', sha256(i::text::bytea) from generate_series(1, 10000) i on conflict do nothing",
 		"insert into ferrymq.leases (lease_id, group_id) select gen_random_uuid(), 1 from generate_series(1, 10000)",
 		"insert into ferrymq.jobs (kind, queue_id, group_id, due_at) select 'seed', i, i, now() + i * interval '1 second' from generate_series(1, 5000) i",
 		"insert into ferrymq.discovery_groups select 1, 'g' || i, 'n' || i % 300, '', 'all', now() from generate_series(1, 5000) i",

@@ -264,3 +264,76 @@ func TestWokenAndGone(t *testing.T) {
 		})
 	}
 }
+
+// TestPassedOverWakes: a pop that passed over a cursor, because somebody had locked it to settle or to judge, is woken when that ends
+// and leaves something to deliver, whatever became of it.
+func TestPassedOverWakes(t *testing.T) {
+	t.Parallel()
+	for _, kind := range []string{"commit", "rollback", "bury"} {
+		t.Run(kind, func(t *testing.T) {
+			t.Parallel()
+			bs := together(t, 2, setup{recheck: slow})
+			dsn, pool := bs[0].dsn, admin(t, bs[0].dsn)
+			for _, q := range []string{"over.a", "over.b"} {
+				bs[0].push(q, "p", item{id: "1", payload: `"1"`}, item{id: "2", payload: `"2"`})
+			}
+			var ms []message
+			for _, q := range []string{"over.a", "over.b"} {
+				d := bs[0].need(wide(q, "g", 1, 1, 0), "1")
+				bs[0].ack("g", d, groupcommit.Retry, d.messages...) // its lease ends, nothing is passed
+				ms = append(ms, d.messages[0])
+			}
+			eventually(t, "both are free", func() bool {
+				return number(t, pool, `select count(*) from ferrymq.cursors where lease_id is null and pending`) == 2
+			})
+			// The cursor of b is locked after that of a. It is what the transaction waits for.
+			release := hold(t, dsn, `select from ferrymq.cursors c join ferrymq.groups g on g.id = c.group_id join ferrymq.queues q on q.id = g.queue_id
+				where q.name = 'over.b' for no key update of c`)
+			var o *outcome
+			switch kind {
+			case "commit":
+				o = background(t, func() error {
+					return bs[0].transact(settlement("g", nil, groupcommit.Completed, ms[0]), settlement("g", nil, groupcommit.Completed, ms[1]))
+				})
+			case "rollback":
+				o = background(t, func() error {
+					return bs[0].transact(settlement("g", nil, groupcommit.Completed, ms[0]), settlement("g", nil, groupcommit.Completed, message{public: ms[1].public, tx: "stranger"}))
+				})
+			case "bury":
+				release()
+				release = hold(t, dsn, `select from ferrymq.installation for update`)
+				exec(t, pool, `create function wait_here() returns trigger language plpgsql as $$ begin perform from ferrymq.installation for update; raise exception 'no'; end $$`)
+				exec(t, pool, `create trigger wait_here before insert on ferrymq.dead_letters for each row execute function wait_here()`)
+				o = background(t, func() error {
+					_, err := bs[0].BuryHead(context.Background(), ms[0].public, "1", "g", "x")
+					return err
+				})
+			}
+			dbtest.WaitBlocked(t, pool, 1)
+			var waiting []*parkedPop
+			for _, b := range bs {
+				waiting = append(waiting, b.park(wide("over.a", "g", 1, 1, time.Minute)))
+			}
+			release()
+			err := o.wait(t, "what locked it", soon)
+			want := "1"
+			if kind == "commit" {
+				want = "2"
+			}
+			if (err == nil) != (kind == "commit") {
+				t.Errorf("%s: %v", kind, err)
+			}
+			select {
+			case <-waiting[0].done:
+				waiting[0].cancel()
+			case <-waiting[1].done:
+				waiting[0], waiting[1] = waiting[1], waiting[0]
+			case <-time.After(soon):
+				t.Fatal("lost wakeup: nobody got anything")
+			}
+			if d := waiting[0].wait(t); d.payloads() != want {
+				t.Errorf("popped %q", d.payloads())
+			}
+		})
+	}
+}

@@ -194,6 +194,9 @@ func (e *Engine) BuryHead(ctx context.Context, partition uuid.UUID, transactionI
 		b.also, b.alsoRow = []*catalog.Partition{p}, []*catalog.Row{b.row}
 		if b.group, err = e.Catalog.Group(ctx, p.QueueID, group); err == nil {
 			err = e.inTurn(ctx, b.keys(), b.run)
+			if err != nil && b.locked { // pops have passed over it
+				e.announce([]Hint{{Queue: p.QueueID, Partition: b.row.ID}}, nil)
+			}
 		}
 		switch {
 		case err == nil:
@@ -232,6 +235,7 @@ type burial struct {
 	group               *catalog.Group // nil: there is none yet
 	transactionID, text string
 
+	locked    bool // it has had the cursor locked
 	copy      *deadCopy
 	committed int64
 	pending   bool
@@ -254,6 +258,7 @@ func (b *burial) run(ctx context.Context, q *db.Queries) error {
 		if unmet = errors.Is(err, pgx.ErrNoRows); err != nil && !unmet {
 			return err
 		}
+		b.locked = !unmet
 	}
 	// The ids of removed messages may still be known; they are in front of nothing.
 	p, err := q.PartitionLock(ctx, db.PartitionLockParams{ID: b.row.ID})

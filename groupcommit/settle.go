@@ -126,6 +126,10 @@ func (s *settle) apply(e *Engine, r db.SettleCursorsRow) {
 // hint is what the settle left for others. here: for pops of this broker too; otherwise it only tells the one that delivered
 // the batch, which holds hints back until it hears that the lease has ended.
 func (s *settle) hint() (h Hint, here, ok bool) {
+	if s.Lease == (uuid.UUID{}) && s.Applied && s.Outcome != outNeedCopy && !s.Released && s.Pending && s.DueMs < 0 {
+		// There was no lease to end, but pops have passed over the cursor while it was locked.
+		return Hint{Queue: s.group.QueueID, Partition: s.row.ID}, true, true
+	}
 	ended := s.Applied && s.Outcome != outNeedCopy && s.Released && s.DueMs < 0
 	here = ended && s.Pending
 	return Hint{Queue: s.group.QueueID, Group: s.group.ID, Partition: s.row.ID}, here, here || (ended && s.foreign)

@@ -103,8 +103,10 @@ func (e *Engine) Transact(ctx context.Context, t *Transaction) error {
 				}
 			}
 		case errors.As(err, &why):
+			x.undone()
 			return err
 		default:
+			x.undone()
 			return e.Unavailable(err)
 		}
 	}
@@ -376,6 +378,7 @@ type attempt struct {
 	t        *Transaction
 	again    bool                    // what the caches said was wrong before
 	missing  bool                    // a queue does not exist
+	locked   bool                    // it has had cursors locked
 	pushes   []*Push                 // of t.Pushes; nil: its queue does not exist
 	acks     []*acknowledgment       // of t.Acks
 	required map[uuid.UUID]cursorKey // where each of t.Required was live before the locks
@@ -521,6 +524,7 @@ func (x *attempt) run(ctx context.Context, q *db.Queries) error {
 	for lease, k := range x.required {
 		cursors.add(k.group, k.partition, lease)
 	}
+	x.locked = true
 	if err := x.store(ctx, q, cursors); err != nil {
 		return err
 	}
@@ -735,6 +739,22 @@ func (x *attempt) fits(ctx context.Context, q *db.Queries) error {
 		}
 	}
 	return nil
+}
+
+// undone wakes pops for what a transaction that did not happen had locked: they have passed over it.
+func (x *attempt) undone() {
+	if x == nil || !x.locked {
+		return
+	}
+	var hints []Hint
+	for _, a := range x.acks {
+		if a.group != nil && (a.at == nil || !a.at.Live) {
+			hints = append(hints, Hint{Queue: a.group.QueueID, Partition: a.row.ID})
+		}
+	}
+	if len(hints) > 0 {
+		x.e.announce(hints, nil)
+	}
 }
 
 // happened puts into effect what the commit of the transaction changed.
