@@ -115,9 +115,9 @@ func run(ctx context.Context) error {
 	api := &handlers.API{Log: log, Pool: pool, MaxBody: config.MaxBodyBytes, Auth: config.auth, DefaultTimeout: milliseconds(config.DefaultTimeout),
 		DefaultStart: config.start, HasKey: config.keys != nil, Metrics: counts}
 	server := &http.Server{Handler: api.Handler(), ReadHeaderTimeout: 10 * time.Second, ReadTimeout: 5 * time.Minute, IdleTimeout: idleTimeout,
-		MaxHeaderBytes: 128 << 10, ErrorLog: slog.NewLogLogger(log.Handler(), slog.LevelDebug)}
+		MaxHeaderBytes: 128 << 10, DisableGeneralOptionsHandler: true, ErrorLog: slog.NewLogLogger(log.Handler(), slog.LevelDebug)}
 	served := make(chan error, 1)
-	go func() { served <- server.Serve(listener) }()
+	go func() { served <- server.Serve(handlers.Plain{Listener: listener}) }()
 	defer server.Close()
 
 	log.Info("listening on http://"+listener.Addr().String(), "version", handlers.Version, "pid", os.Getpid())

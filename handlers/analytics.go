@@ -137,7 +137,7 @@ func (a *API) statusBuffers(w http.ResponseWriter, r *request) error {
 }
 
 func (a *API) statusAnalytics(w http.ResponseWriter, r *request) error {
-	q := &params{values: r.URL.Query()}
+	q := &params{values: query(r.URL)}
 	win, err := a.readWindow(r, q, 24*time.Hour)
 	if err != nil {
 		return err
@@ -172,7 +172,7 @@ func (a *API) statusAnalytics(w http.ResponseWriter, r *request) error {
 }
 
 func (a *API) queueLag(w http.ResponseWriter, r *request) error {
-	win, err := a.readWindow(r, &params{values: r.URL.Query()}, time.Hour)
+	win, err := a.readWindow(r, &params{values: query(r.URL)}, time.Hour)
 	if err != nil {
 		return err
 	}
@@ -197,7 +197,7 @@ func (a *API) queueLag(w http.ResponseWriter, r *request) error {
 }
 
 func (a *API) queueOps(w http.ResponseWriter, r *request) error {
-	win, err := a.readWindow(r, &params{values: r.URL.Query()}, time.Hour)
+	win, err := a.readWindow(r, &params{values: query(r.URL)}, time.Hour)
 	if err != nil {
 		return err
 	}
@@ -261,7 +261,7 @@ type replica struct {
 }
 
 func (a *API) queueParked(w http.ResponseWriter, r *request) error {
-	win, err := a.readWindow(r, &params{values: r.URL.Query()}, time.Hour)
+	win, err := a.readWindow(r, &params{values: query(r.URL)}, time.Hour)
 	if err != nil {
 		return err
 	}
@@ -308,7 +308,7 @@ type removed struct {
 }
 
 func (a *API) retentionHistory(w http.ResponseWriter, r *request) error {
-	win, err := a.readWindow(r, &params{values: r.URL.Query()}, time.Hour)
+	win, err := a.readWindow(r, &params{values: query(r.URL)}, time.Hour)
 	if err != nil {
 		return err
 	}
@@ -407,7 +407,7 @@ func (f figures) rounded() figures {
 }
 
 func (a *API) systemMetrics(w http.ResponseWriter, r *request) error {
-	q := &params{values: r.URL.Query()}
+	q := &params{values: query(r.URL)}
 	hostname, worker := q.name("hostname", ""), q.number("workerId", 0, math.MinInt64, math.MaxInt64)
 	win, err := a.readWindow(r, q, time.Hour)
 	if err != nil {
@@ -461,7 +461,7 @@ func (a *API) systemMetrics(w http.ResponseWriter, r *request) error {
 }
 
 func (a *API) workerMetrics(w http.ResponseWriter, r *request) error {
-	win, err := a.readWindow(r, &params{values: r.URL.Query()}, time.Hour)
+	win, err := a.readWindow(r, &params{values: query(r.URL)}, time.Hour)
 	if err != nil {
 		return err
 	}

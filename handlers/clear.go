@@ -12,7 +12,7 @@ func (a *API) clear(w http.ResponseWriter, r *request) error {
 	if !validName(queue, maxName) {
 		return badName("queue", maxName)
 	}
-	p := params{values: r.URL.Query()}
+	p := params{values: query(r.URL)}
 	var partition *string
 	if name := p.name("partition", ""); name != "" {
 		partition = &name

@@ -34,7 +34,7 @@ var distant = time.Date(200_000, 1, 1, 0, 0, 0, 0, time.UTC)
 
 // listDeadLetters answers with a page of dead letters, the newest failure first. from is inclusive, to exclusive.
 func (a *API) listDeadLetters(w http.ResponseWriter, r *request) error {
-	p := &params{values: r.URL.Query()}
+	p := &params{values: query(r.URL)}
 	queue, group, partition := p.name("queue", ""), p.group("consumerGroup"), p.name("partition", "")
 	l := db.DeadLetterListParams{Bytes: streamBytes, ProjectID: r.engine.Project, Every: queue == "" && group == "" && partition == "", BeforeID: uuid.Max,
 		GroupIds: []int32{}, PartitionIds: []int64{}}
@@ -148,7 +148,7 @@ const purgeChunk = 2000
 
 // purgeDeadLetters removes what a queue, or one of its groups, has failed up to this moment.
 func (a *API) purgeDeadLetters(w http.ResponseWriter, r *request) error {
-	p := &params{values: r.URL.Query()}
+	p := &params{values: query(r.URL)}
 	queue, group := p.name("queue", ""), p.group("consumerGroup")
 	if p.err != nil {
 		return p.err

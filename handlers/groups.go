@@ -96,7 +96,7 @@ type laggingPartition struct {
 const maxLagging = 1000
 
 func (a *API) laggingGroups(w http.ResponseWriter, r *request) error {
-	p := params{values: r.URL.Query()}
+	p := params{values: query(r.URL)}
 	least := p.number("minLagSeconds", 3600, 0, math.MaxInt32)
 	if p.err != nil {
 		return p.err
@@ -337,7 +337,7 @@ func (a *API) deleteGroup(w http.ResponseWriter, r *request) error {
 	if err := checkNames(r.params, "consumerGroup", "queue"); err != nil {
 		return err
 	}
-	p := params{values: r.URL.Query()}
+	p := params{values: query(r.URL)}
 	keep := p.text("deleteMetadata") != "" && !p.boolean("deleteMetadata")
 	if p.err != nil {
 		return p.err

@@ -35,7 +35,7 @@ func (p *params) optionalMoment(name string) *time.Time {
 // listMessages answers with a page of the newest messages. A page is cut from one moment's state. Pages of a range whose end
 // is over do not overlap and leave nothing out, while one that reaches to now moves on with what is pushed.
 func (a *API) listMessages(w http.ResponseWriter, r *request) error {
-	p := &params{values: r.URL.Query()}
+	p := &params{values: query(r.URL)}
 	queue, partition, namespace, task := p.name("queue", ""), p.name("partition", ""), p.name("namespace", ""), p.name("task", "")
 	if p.text("namespace") == "" {
 		namespace = p.name("ns", "")

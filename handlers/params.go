@@ -15,6 +15,25 @@ type params struct {
 	err    error
 }
 
+// query splits a query at every & and at nothing else. A value whose escapes are broken is kept as what no parameter accepts:
+// left out, as the library does it, a misspelt group would be queue mode, and a misspelt limit none.
+func query(u *url.URL) url.Values {
+	values := make(url.Values)
+	for pair := range strings.SplitSeq(u.RawQuery, "&") {
+		name, value, _ := strings.Cut(pair, "=")
+		name, err := url.QueryUnescape(name)
+		if err != nil || pair == "" {
+			continue
+		}
+		text, err := url.QueryUnescape(value)
+		if err != nil {
+			text = "\xff" + value
+		}
+		values[name] = append(values[name], text)
+	}
+	return values
+}
+
 func (p *params) text(name string) string { return p.values.Get(name) }
 
 func (p *params) fail(name string) {

@@ -24,7 +24,7 @@ const (
 
 // readPop reads what the three pop routes share.
 func (a *API) readPop(r *request, discovery bool) (*groupcommit.Pop, error) {
-	q := &params{values: r.URL.Query()}
+	q := &params{values: query(r.URL)}
 	p := &groupcommit.Pop{Group: catalog.QueueMode}
 	p.Batch = q.number("batch", defaultBatch, 1, maxBatch)
 	if p.Partitions = q.number("partitions", 1, -1, maxBatch); p.Partitions <= 0 {

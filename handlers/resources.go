@@ -65,7 +65,7 @@ type segmentCounts struct {
 }
 
 func (a *API) resourceQueues(w http.ResponseWriter, r *request) error {
-	q := &params{values: r.URL.Query()}
+	q := &params{values: query(r.URL)}
 	page := db.QueuePageParams{ProjectID: r.engine.Project, Namespace: q.name("namespace", ""), Task: q.name("task", ""),
 		Max: q.number("limit", maxQueues, 1, 1000), Skip: q.number("offset", 0, 0, 1<<62)}
 	if q.err != nil {
@@ -218,7 +218,7 @@ func (a *API) wholeQueue(r *request, q *catalog.Queue) ([]numberedPartition, que
 }
 
 func (a *API) depth(w http.ResponseWriter, r *request) error {
-	params := &params{values: r.URL.Query()}
+	params := &params{values: query(r.URL)}
 	var group *string
 	if g := params.name("group", ""); g != "" {
 		group = &g
@@ -378,7 +378,7 @@ func (a *API) tasks(w http.ResponseWriter, r *request) error {
 }
 
 func (a *API) resourcePartitions(w http.ResponseWriter, r *request) error {
-	q := &params{values: r.URL.Query()}
+	q := &params{values: query(r.URL)}
 	queue := q.name("queue", "")
 	limit, offset := q.page(100)
 	if q.err != nil {
@@ -412,7 +412,7 @@ func (a *API) resourcePartitions(w http.ResponseWriter, r *request) error {
 }
 
 func (a *API) statusQueues(w http.ResponseWriter, r *request) error {
-	q := &params{values: r.URL.Query()}
+	q := &params{values: query(r.URL)}
 	q.moment("from", time.Time{}) // the numbers are those of now, whatever the range
 	q.moment("to", time.Time{})
 	page := db.QueuePageParams{ProjectID: r.engine.Project, Queue: q.name("queue", ""), Namespace: q.name("namespace", ""), Task: q.name("task", "")}

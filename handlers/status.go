@@ -15,7 +15,7 @@ const statusQueuesMost = 100
 
 // status is the history of a range beside the numbers of now.
 func (a *API) status(w http.ResponseWriter, r *request) error {
-	win, err := a.readWindow(r, &params{values: r.URL.Query()}, time.Hour)
+	win, err := a.readWindow(r, &params{values: query(r.URL)}, time.Hour)
 	if err != nil {
 		return err
 	}

@@ -170,7 +170,7 @@ func appendTrace(b []byte, t db.TraceOfMessageRow) []byte {
 }
 
 func (a *API) tracesByName(w http.ResponseWriter, r *request) error {
-	q := &params{values: r.URL.Query()}
+	q := &params{values: query(r.URL)}
 	limit, offset := q.page(100)
 	if q.err != nil {
 		return q.err
@@ -244,7 +244,7 @@ func (a *API) lastNames(r *request, offset, limit int64) (names []string, last [
 }
 
 func (a *API) traceNames(w http.ResponseWriter, r *request) error {
-	q := &params{values: r.URL.Query()}
+	q := &params{values: query(r.URL)}
 	limit, offset := q.page(50)
 	if q.err != nil {
 		return q.err
