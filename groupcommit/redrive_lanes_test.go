@@ -6,8 +6,10 @@ import (
 	"sync"
 	"sync/atomic"
 	"testing"
+	"time"
 
 	"github.com/google/uuid"
+	"github.com/jackc/pgx/v5"
 
 	"ferrymq/catalog"
 	"ferrymq/groupcommit"
@@ -215,5 +217,93 @@ func equal[T comparable](t testing.TB, what string, got, want T) {
 	t.Helper()
 	if got != want {
 		t.Errorf("%s: %v, want %v", what, got, want)
+	}
+}
+
+// TestLaneRedriveBesides: redrives of many keys beside pushes, receives and each other on two brokers: every message is acked once in the end.
+func TestLaneRedriveBesides(t *testing.T) {
+	t.Parallel()
+	const keys, each = 10, 10
+	bs := together(t, 2, setup{})
+	var mu sync.Mutex
+	acked := make(map[string]int)
+	failed := make(map[string]bool)
+	count := func() (n int) {
+		mu.Lock()
+		defer mu.Unlock()
+		return len(acked)
+	}
+	var groups []*catalog.Group
+	var queues []*catalog.Queue
+	for _, b := range bs {
+		q, g := b.subscribe("orders", "mail", func(p *catalog.Policy) { p.MaxAttempts = 1 })
+		queues, groups = append(queues, q), append(groups, g)
+	}
+	var all sync.WaitGroup
+	for n, b := range bs {
+		all.Go(func() {
+			for i := range each {
+				var pushes []*groupcommit.Push
+				for k := range keys {
+					p, err := b.newPush(t.Context(), "orders", fmt.Sprint(k), []item{{payload: fmt.Sprintf(`"%d-%d-%d"`, n, k, i)}})
+					if err != nil {
+						t.Error(err)
+						return
+					}
+					pushes = append(pushes, p)
+				}
+				if err := b.Push(t.Context(), pushes); err != nil {
+					t.Error(err)
+				}
+				for _, p := range pushes {
+					if p.Err != nil {
+						t.Error(p.Err)
+					}
+				}
+			}
+		})
+		all.Go(func() { // each message fails once, is redriven, and acked
+			for end := time.Now().Add(60 * time.Second); count() < 2*keys*each && time.Now().Before(end); {
+				var ok, bad []*groupcommit.Delivered
+				for _, l := range b.receive(queues[n], groups[n], 10, 100*time.Millisecond) {
+					mu.Lock()
+					if failed[l.payload] {
+						acked[l.payload]++
+						ok = append(ok, &l.Delivered)
+					} else {
+						failed[l.payload] = true
+						bad = append(bad, &l.Delivered)
+					}
+					mu.Unlock()
+				}
+				if err := errors.Join(b.AckLanes(t.Context(), groups[n], ok), b.NackLanes(t.Context(), groups[n], bad, "boom", "boom", -1)); err != nil {
+					t.Error(err)
+				}
+			}
+		})
+		all.Go(func() {
+			for end := time.Now().Add(60 * time.Second); count() < 2*keys*each && time.Now().Before(end); {
+				rows, err := b.Pool.Query(t.Context(), "select id from ferrymq.dead_letters order by random() limit 30")
+				if err != nil {
+					t.Error(err)
+					return
+				}
+				ids, err := pgx.CollectRows(rows, pgx.RowTo[uuid.UUID])
+				if err == nil && len(ids) > 0 {
+					_, _, err = b.RedriveLanes(t.Context(), groups[n], ids)
+				}
+				if err != nil {
+					t.Error(err)
+					return
+				}
+			}
+		})
+	}
+	all.Wait()
+	equal(t, "messages acked", count(), 2*keys*each)
+	for payload, n := range acked {
+		if n != 1 {
+			t.Errorf("%s was acked %d times", payload, n)
+		}
 	}
 }

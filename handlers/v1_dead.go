@@ -204,8 +204,6 @@ func readSelection(body []byte) (s selection, err error) {
 	return s, err
 }
 
-var errNoDeadLetter = errors.New("no such dead letter")
-
 func (a *API) redriveLaneDead(w http.ResponseWriter, r *request) error {
 	return a.eachDead(w, r, "redriven", func(g *catalog.Group, ids []uuid.UUID) (done, unreadable []uuid.UUID, err error) {
 		return r.engine.RedriveLanes(r.Context(), g, ids)
@@ -270,9 +268,9 @@ func (a *API) eachDead(w http.ResponseWriter, r *request, what string, do func(g
 			}
 			why, found := became[id]
 			if !found {
-				why = errNoDeadLetter
+				why = groupcommit.ErrNoDeadLetter
 			} else if why == nil {
-				became[id] = errNoDeadLetter // named twice
+				became[id] = groupcommit.ErrNoDeadLetter // named twice
 			}
 			b = append(append(b, `{"id":`...), sel.ids[i]...)
 			b = strconv.AppendBool(append(b, `,"ok":`...), why == nil)
