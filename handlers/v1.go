@@ -70,7 +70,7 @@ func (a *API) stream(r *request) (*project, *catalog.Queue, error) {
 // paging reads limit and cursor of a listing. from is what the cursor carries: nil on the first page, else size bytes, or any number
 // of them when size is negative.
 func paging(r *request, size int) (limit int64, from []byte, err error) {
-	p := &params{values: r.URL.Query()}
+	p := &params{values: query(r.URL)}
 	limit = p.number("limit", 100, 1, 1000)
 	if text := p.text("cursor"); text != "" {
 		if size < 0 {

@@ -51,7 +51,7 @@ func (a *API) listLaneDead(w http.ResponseWriter, r *request) error {
 		q.BeforeTime, q.BeforeID = time.UnixMicro(int64(binary.BigEndian.Uint64(from))), uuid.UUID(from[8:])
 	}
 	var rows []db.LaneDeadLettersRow
-	if values := r.URL.Query(); values.Has("signature") {
+	if values := query(r.URL); values.Has("signature") {
 		var found []db.LaneDeadLettersOfRow
 		found, err = a.queries.LaneDeadLettersOf(r.Context(), db.LaneDeadLettersOfParams{GroupID: q.GroupID, Signature: groupcommit.Clip(strings.ToValidUTF8(values.Get("signature"), "\uFFFD")), BeforeTime: q.BeforeTime,
 			BeforeID: q.BeforeID, Max: q.Max, Bytes: q.Bytes})
