@@ -195,6 +195,7 @@ const resolveTime = 5 * time.Second
 // resolve finds the queue and the partition of every target: one look-up per queue, whatever the number of partitions.
 func resolve(ctx context.Context, e *groupcommit.Engine, items []pushItem, targets []*target) {
 	var unknown map[string][]*target // by queue
+	var queues []string              // of these, in the order they are named: that is the order in which new ones are made
 	for _, t := range targets {
 		first := &items[t.items[0]]
 		if q, p := e.Catalog.Known(first.queue, first.partition); p != nil {
@@ -204,6 +205,9 @@ func resolve(ctx context.Context, e *groupcommit.Engine, items []pushItem, targe
 		if unknown == nil {
 			unknown = make(map[string][]*target)
 		}
+		if unknown[first.queue] == nil {
+			queues = append(queues, first.queue)
+		}
 		unknown[first.queue] = append(unknown[first.queue], t)
 	}
 	if unknown == nil {
@@ -211,7 +215,8 @@ func resolve(ctx context.Context, e *groupcommit.Engine, items []pushItem, targe
 	}
 	ctx, cancel := context.WithTimeout(ctx, resolveTime)
 	defer cancel()
-	for queue, of := range unknown {
+	for _, queue := range queues {
+		of := unknown[queue]
 		names := make([]string, len(of))
 		for i, t := range of {
 			names[i] = items[t.items[0]].partition
