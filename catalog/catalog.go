@@ -288,25 +288,28 @@ const firstTimeout = 30 * time.Second
 
 // EnsureQueue finds or creates a queue, with the groups of the discovery registrations that cover it.
 func (c *Catalog) EnsureQueue(ctx context.Context, name string) (*Queue, error) {
-	return c.ensure(ctx, name, 0)
+	return c.ensure(ctx, name, 0, UnkeyedLanes)
 }
+
+// UnkeyedLanes is how many hidden lanes a stream has unless it says otherwise.
+const UnkeyedLanes = 256
 
 // KeepConsumed is how long a stream that was made by its first publish keeps what every subscription has settled.
 const KeepConsumed = 7 * 24 * time.Hour
 
 // EnsureStream is EnsureQueue with the defaults of a stream.
 func (c *Catalog) EnsureStream(ctx context.Context, name string) (*Queue, error) {
-	return c.ensure(ctx, name, KeepConsumed)
+	return c.ensure(ctx, name, KeepConsumed, UnkeyedLanes)
 }
 
-func (c *Catalog) ensure(ctx context.Context, name string, keep time.Duration) (*Queue, error) {
+func (c *Catalog) ensure(ctx context.Context, name string, keep time.Duration, lanes int32) (*Queue, error) {
 	if q, ok := c.queues.get(c.scoped(name)); ok {
 		return q, nil
 	}
-	return first(ctx, c, fmt.Sprintf("q%d %s", c.project, name), func(ctx context.Context) (*Queue, error) { return c.createQueue(ctx, name, keep) })
+	return first(ctx, c, fmt.Sprintf("q%d %s", c.project, name), func(ctx context.Context) (*Queue, error) { return c.createQueue(ctx, name, keep, lanes) })
 }
 
-func (c *Catalog) createQueue(ctx context.Context, name string, keep time.Duration) (*Queue, error) {
+func (c *Catalog) createQueue(ctx context.Context, name string, keep time.Duration, lanes int32) (*Queue, error) {
 	for {
 		q, err := c.Queue(ctx, name)
 		if q != nil || err != nil {
@@ -318,7 +321,7 @@ func (c *Catalog) createQueue(ctx context.Context, name string, keep time.Durati
 		var joined []db.GroupCreateRow
 		err = pgx.BeginFunc(ctx, db.Patient{Pool: c.pool}, func(tx pgx.Tx) error {
 			q := c.q.WithTx(tx)
-			row, err := q.QueueCreate(ctx, db.QueueCreateParams{ProjectID: c.project, Name: name, Namespace: namespace, Task: task, KeepConsumed: int32(keep.Seconds())})
+			row, err := q.QueueCreate(ctx, db.QueueCreateParams{ProjectID: c.project, Name: name, Namespace: namespace, Task: task, KeepConsumed: int32(keep.Seconds()), UnkeyedLanes: lanes})
 			if errors.Is(err, pgx.ErrNoRows) {
 				alive, err = q.ProjectAlive(ctx, db.ProjectAliveParams{ID: c.project})
 				return err
@@ -377,8 +380,17 @@ func (c *Catalog) seedJoined(ctx context.Context, joined []db.GroupCreateRow) er
 
 // Configure changes a queue, creating it first when it is missing. change gets the row as it is, locked, and edits it.
 func (c *Catalog) Configure(ctx context.Context, name string, change func(*Queue) error) (*Queue, error) {
+	return c.configure(ctx, name, 0, UnkeyedLanes, change)
+}
+
+// ConfigureStream is Configure of a stream; lanes is how many hidden ones it gets when it is created.
+func (c *Catalog) ConfigureStream(ctx context.Context, name string, lanes int32, change func(*Queue) error) (*Queue, error) {
+	return c.configure(ctx, name, KeepConsumed, lanes, change)
+}
+
+func (c *Catalog) configure(ctx context.Context, name string, keep time.Duration, lanes int32, change func(*Queue) error) (*Queue, error) {
 	for {
-		q, err := c.EnsureQueue(ctx, name)
+		q, err := c.ensure(ctx, name, keep, lanes)
 		if err != nil {
 			return nil, err
 		}
@@ -407,7 +419,7 @@ func (c *Catalog) Configure(ctx context.Context, name string, change func(*Queue
 				RetentionEnabled: edited.RetentionEnabled, EncryptionEnabled: edited.EncryptionEnabled,
 				MaxWaitTimeSeconds: edited.MaxWaitTimeSeconds, MinPopWaitTime: edited.MinPopWaitTime,
 				DedupWindowSeconds: edited.DedupWindowSeconds, RetentionSinkHold: edited.RetentionSinkHold,
-				RetentionSinkHoldMaxSeconds: edited.RetentionSinkHoldMaxSeconds,
+				RetentionSinkHoldMaxSeconds: edited.RetentionSinkHoldMaxSeconds, UnkeyedLanes: edited.UnkeyedLanes,
 			})
 			if err != nil {
 				return err
@@ -496,7 +508,10 @@ func (c *Catalog) Delete(ctx context.Context, name string) (id int32, existed bo
 		}
 		return tq.JobCreate(ctx, db.JobCreateParams{Kind: "delete_queue", QueueID: q.ID})
 	})
-	c.queues.drop(c.scoped(name))
+	if err == nil && existed {
+		err = c.q.SubscriptionsDrop(ctx, db.SubscriptionsDropParams{QueueID: q.ID})
+	}
+	c.ForgetID(q.ID)
 	return q.ID, existed && err == nil, err
 }
 

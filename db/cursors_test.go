@@ -193,7 +193,7 @@ func TestDiscovery(t *testing.T) {
 	w := newWorld(t, 2)
 	ctx := t.Context()
 	queue := func(name, namespace, task string) int32 {
-		return must[db.FerrymqQueue](t)(w.QueueCreate(ctx, db.QueueCreateParams{ProjectID: 1, Name: name, Namespace: namespace, Task: task})).ID
+		return must[db.FerrymqQueue](t)(w.QueueCreate(ctx, db.QueueCreateParams{ProjectID: 1, Name: name, Namespace: namespace, Task: task, UnkeyedLanes: 1})).ID
 	}
 	register := func(namespace, task string, at time.Time) db.DiscoveryRegisterRow {
 		return must[db.DiscoveryRegisterRow](t)(w.DiscoveryRegister(ctx, db.DiscoveryRegisterParams{ProjectID: 1, Name: "g", Namespace: namespace, Task: task, StartMode: "time", StartAt: &at}))
@@ -452,7 +452,7 @@ func TestQueues(t *testing.T) {
 	ctx := t.Context()
 	project := must[int32](t)(w.ProjectGet(ctx, db.ProjectGetParams{Name: "default"}))
 	q := w.queue("q", "")
-	_, err := w.QueueCreate(ctx, db.QueueCreateParams{ProjectID: project, Name: "q", Namespace: "x"})
+	_, err := w.QueueCreate(ctx, db.QueueCreateParams{ProjectID: project, Name: "q", Namespace: "x", UnkeyedLanes: 1})
 	equal(t, "made twice", errors.Is(err, pgx.ErrNoRows), true)
 	row := must[db.FerrymqQueue](t)(w.QueueGet(ctx, db.QueueGetParams{ProjectID: project, Name: "q"}))
 	if row.ID != q || row.LeaseTime != 60 || row.RetryLimit != 3 || row.Configured {
@@ -463,7 +463,7 @@ func TestQueues(t *testing.T) {
 		return len(must[[]db.QueueChangedSinceRow](t)(w.QueueChangedSince(ctx, db.QueueChangedSinceParams{Seconds: 10})))
 	}
 	equal(t, "changed", changed(), 0)
-	after := must[db.FerrymqQueue](t)(w.QueueConfigure(ctx, db.QueueConfigureParams{ID: q, LeaseTime: 9, Namespace: "n", RetentionSinkHold: "h"}))
+	after := must[db.FerrymqQueue](t)(w.QueueConfigure(ctx, db.QueueConfigureParams{ID: q, LeaseTime: 9, Namespace: "n", RetentionSinkHold: "h", UnkeyedLanes: 1}))
 	if !after.Configured || after.LeaseTime != 9 || after.Namespace != "n" || after.DeadLetterQueue {
 		t.Errorf("configured = %+v", after)
 	}

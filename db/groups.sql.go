@@ -465,7 +465,7 @@ func (q *Queries) SubscriptionCreate(ctx context.Context, arg SubscriptionCreate
 
 const SubscriptionGet = `-- name: SubscriptionGet :one
 select g.id, g.queue_id, q.name as queue, g.name, g.start_mode, g.start_at, g.seeded, g.lease_seconds, g.max_attempts, g.backoff_initial, g.backoff_multiplier,
-       g.backoff_max, g.count_expired_leases, g.max_in_flight, g.paused, g.trace_full, g.created_at
+       g.backoff_max, g.count_expired_leases, g.max_in_flight, g.paused, g.trace_full, g.created_at, g.updated_at
 from ferrymq.groups g
 join ferrymq.queues q on q.id = g.queue_id and q.deleted_at is null
 where g.project_id = $1::int and g.kind = 1 and g.name = $2::text and g.deleted_at is null
@@ -494,6 +494,7 @@ type SubscriptionGetRow struct {
 	Paused             bool
 	TraceFull          bool
 	CreatedAt          time.Time
+	UpdatedAt          time.Time
 }
 
 func (q *Queries) SubscriptionGet(ctx context.Context, arg SubscriptionGetParams) (SubscriptionGetRow, error) {
@@ -517,6 +518,7 @@ func (q *Queries) SubscriptionGet(ctx context.Context, arg SubscriptionGetParams
 		&i.Paused,
 		&i.TraceFull,
 		&i.CreatedAt,
+		&i.UpdatedAt,
 	)
 	return i, err
 }

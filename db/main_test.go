@@ -84,7 +84,7 @@ func one[T any](w *world, sql string, args ...any) (v T) {
 // queue makes a queue; set is the body of an update, or "".
 func (w *world) queue(name, set string) int32 {
 	w.t.Helper()
-	q := must[db.FerrymqQueue](w.t)(w.QueueCreate(w.ctx(), db.QueueCreateParams{ProjectID: 1, Name: name, Namespace: name, Task: ""}))
+	q := must[db.FerrymqQueue](w.t)(w.QueueCreate(w.ctx(), db.QueueCreateParams{ProjectID: 1, Name: name, Namespace: name, Task: "", UnkeyedLanes: 1}))
 	if set != "" {
 		w.exec("update ferrymq.queues set "+set+" where id = $1", q.ID)
 	}

@@ -142,10 +142,10 @@ func statements(w *world) map[string]statement {
 
 		"QueueGet":          {sql: db.QueueGet, arg: db.QueueGetParams{ProjectID: 1, Name: "q7"}, buffers: 60},
 		"QueueChangedSince": {sql: db.QueueChangedSince, arg: db.QueueChangedSinceParams{Seconds: 10}, index: []string{"queues_updated_at"}},
-		"QueueCreate":       {sql: db.QueueCreate, arg: db.QueueCreateParams{ProjectID: 1, Name: "new", Namespace: "a", Task: "b"}, buffers: 60},
+		"QueueCreate":       {sql: db.QueueCreate, arg: db.QueueCreateParams{ProjectID: 1, Name: "new", Namespace: "a", Task: "b", UnkeyedLanes: 1}, buffers: 60},
 		"QueueLock":         {sql: db.QueueLock, arg: db.QueueLockParams{ID: 7}, buffers: 60},
 		"QueueRead":         {sql: db.QueueRead, arg: db.QueueReadParams{ID: 7}, buffers: 60},
-		"QueueConfigure":    {sql: db.QueueConfigure, arg: db.QueueConfigureParams{LeaseTime: 1, ID: 7}, buffers: 60},
+		"QueueConfigure":    {sql: db.QueueConfigure, arg: db.QueueConfigureParams{LeaseTime: 1, UnkeyedLanes: 1, ID: 7}, buffers: 60},
 		"QueueDelete":       {sql: db.QueueDelete, arg: db.QueueDeleteParams{ID: 7}, buffers: 60},
 		"ProjectGet":        {sql: db.ProjectGet, arg: db.ProjectGetParams{Name: "default"}, buffers: 20, index: []string{"projects_name"}},
 		"InstallationGet":   {sql: db.InstallationGet, seq: []string{"installation"}},
@@ -359,7 +359,7 @@ func TestPlans(t *testing.T) {
 	t.Logf("data set built in %v", time.Since(began).Round(time.Millisecond))
 	all := statements(w)
 	for _, more := range []func(*world) map[string]statement{groupStatements, transactionStatements, messageStatements, retentionStatements, systemStatements,
-		statsStatements, activityStatements, laneStatements, keyStatements, deadStatements} {
+		statsStatements, activityStatements, laneStatements, keyStatements, deadStatements, v1AdminStatements} {
 		maps.Copy(all, more(w))
 	}
 	texts := generated(t)

@@ -92,8 +92,9 @@ set updated_at = clock_timestamp(), configured = true,
     completed_retention_seconds = $14::int, retention_enabled = $15::boolean,
     encryption_enabled = $16::boolean, max_wait_time_seconds = $17::int,
     min_pop_wait_time = $18::int, dedup_window_seconds = $19::int,
-    retention_sink_hold = $20::text, retention_sink_hold_max_seconds = $21::int
-where q.id = $22::int
+    retention_sink_hold = $20::text, retention_sink_hold_max_seconds = $21::int,
+    unkeyed_lanes = $22::int
+where q.id = $23::int
 returning id, public_id, project_id, name, namespace, task, created_at, updated_at, deleted_at, configured, lease_time, retry_limit, retry_delay, priority, max_size, ttl, dead_letter_queue, dlq_after_max_retries, delayed_processing, window_buffer, retention_seconds, completed_retention_seconds, retention_enabled, encryption_enabled, max_wait_time_seconds, min_pop_wait_time, dedup_window_seconds, retention_sink_hold, retention_sink_hold_max_seconds, retain_seconds, remind_at, unkeyed_lanes, id_lanes
 `
 
@@ -119,6 +120,7 @@ type QueueConfigureParams struct {
 	DedupWindowSeconds          int32
 	RetentionSinkHold           string
 	RetentionSinkHoldMaxSeconds int32
+	UnkeyedLanes                int32
 	ID                          int32
 }
 
@@ -145,6 +147,7 @@ func (q *Queries) QueueConfigure(ctx context.Context, arg QueueConfigureParams) 
 		arg.DedupWindowSeconds,
 		arg.RetentionSinkHold,
 		arg.RetentionSinkHoldMaxSeconds,
+		arg.UnkeyedLanes,
 		arg.ID,
 	)
 	var i FerrymqQueue
@@ -187,10 +190,10 @@ func (q *Queries) QueueConfigure(ctx context.Context, arg QueueConfigureParams) 
 }
 
 const QueueCreate = `-- name: QueueCreate :one
-insert into ferrymq.queues as q (project_id, name, namespace, task, retention_enabled, completed_retention_seconds)
-select p.id, $1::text, $2::text, $3::text, $4::int > 0, $4::int
+insert into ferrymq.queues as q (project_id, name, namespace, task, retention_enabled, completed_retention_seconds, unkeyed_lanes, id_lanes)
+select p.id, $1::text, $2::text, $3::text, $4::int > 0, $4::int, $5::int, $5::int
 from ferrymq.projects p
-where p.id = $5::int and p.deleted_at is null
+where p.id = $6::int and p.deleted_at is null
 for share
 on conflict (project_id, name) where deleted_at is null do nothing
 returning q.id, q.public_id, q.project_id, q.name, q.namespace, q.task, q.created_at, q.updated_at, q.deleted_at, q.configured, q.lease_time, q.retry_limit, q.retry_delay, q.priority, q.max_size, q.ttl, q.dead_letter_queue, q.dlq_after_max_retries, q.delayed_processing, q.window_buffer, q.retention_seconds, q.completed_retention_seconds, q.retention_enabled, q.encryption_enabled, q.max_wait_time_seconds, q.min_pop_wait_time, q.dedup_window_seconds, q.retention_sink_hold, q.retention_sink_hold_max_seconds, q.retain_seconds, q.remind_at, q.unkeyed_lanes, q.id_lanes
@@ -201,6 +204,7 @@ type QueueCreateParams struct {
 	Namespace    string
 	Task         string
 	KeepConsumed int32
+	UnkeyedLanes int32
 	ProjectID    int32
 }
 
@@ -211,6 +215,7 @@ func (q *Queries) QueueCreate(ctx context.Context, arg QueueCreateParams) (Ferry
 		arg.Namespace,
 		arg.Task,
 		arg.KeepConsumed,
+		arg.UnkeyedLanes,
 		arg.ProjectID,
 	)
 	var i FerrymqQueue

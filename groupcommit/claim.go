@@ -275,6 +275,9 @@ func (e *Engine) deliverClaims(lists []*list, rows []db.ClaimPartitionsRow) {
 		l := lists[r.ListNo]
 		if !l.seen {
 			l.seen = true
+			if r.Seen < 0 && !l.group.Limited() {
+				e.park.refused(l.group.ID)
+			}
 			stale[r.ListNo] = r.Stale > 0
 			surplus[r.ListNo] = int(r.Seen - r.Stale)
 			e.due(r.DueMs)

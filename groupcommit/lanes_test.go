@@ -18,7 +18,7 @@ func (b *broker) subscribe(queue, sub string, change func(*catalog.Policy)) (*ca
 	if err != nil {
 		b.t.Fatal(err)
 	}
-	g, err := b.Catalog.Subscribe(b.t.Context(), q, sub, catalog.All(), func(p *catalog.Policy) error {
+	g, err := b.Catalog.Subscribe(b.t.Context(), q, sub, nil, func(p *catalog.Policy) error {
 		if change != nil {
 			change(p)
 		}

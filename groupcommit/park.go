@@ -138,9 +138,14 @@ func (p *parking) idle(c *claim) {
 	}
 	g := p.group(c.group)
 	if c.partition == nil && len(g.hints) > 0 {
-		c.hints = []int64{g.pop()}
+		hint := g.pop()
+		if c.group.Limited() {
+			g.unhint() // or a claim that may not have anything now would go once for each
+		} else {
+			c.hints = []int64{hint}
+		}
 		p.mu.Unlock()
-		p.board(c, false)
+		p.board(c, c.group.Limited())
 		return
 	}
 	if c.partition != nil && g.hinted[c.partition.ID] {
@@ -201,6 +206,12 @@ func (g *parkedGroup) pop() int64 {
 	return h
 }
 
+// unhint forgets all hints: who comes next looks at the index.
+func (g *parkedGroup) unhint() {
+	g.hints = nil
+	clear(g.hinted)
+}
+
 func (g *parkedGroup) push(partition int64) {
 	if g.hinted[partition] || len(g.hints) >= maxHints {
 		return
@@ -210,7 +221,8 @@ func (g *parkedGroup) push(partition int64) {
 	g.hints = append(g.hints, partition)
 }
 
-// offer takes the parked claim that a partition with something to deliver goes to, or nil.
+// offer takes the parked claim that a partition with something to deliver goes to, or nil. With a limit on what is in flight any other
+// may have something too, and it looks at the index: or one lane would come again with each settle while others wait.
 func (p *parking) offer(g *parkedGroup, partition int64) *claim {
 	if waiting := g.narrow[partition]; len(waiting) > 0 {
 		c := waiting[0]
@@ -228,7 +240,9 @@ func (p *parking) offer(g *parkedGroup, partition int64) *claim {
 	c := g.idle[0]
 	g.idle[0] = nil
 	g.idle = g.idle[1:]
-	c.hints = []int64{partition}
+	if c.hints = nil; !c.group.Limited() {
+		c.hints = []int64{partition}
+	}
 	p.parked--
 	return c
 }
@@ -242,6 +256,7 @@ func (p *parking) ride(claims []*claim, h Hint) []*claim {
 			return // its holder will say when it is done
 		}
 		if c := p.offer(g, h.Partition); c != nil {
+			c.scan = c.group.Limited()
 			claims = append(claims, c)
 		}
 	})
@@ -294,7 +309,16 @@ func (p *parking) hint(h Hint, lists []*list) {
 	}
 	p.mu.Unlock()
 	for _, c := range claims {
-		p.board(c, false)
+		p.board(c, c.group.Limited())
+	}
+}
+
+// refused forgets the hints of a group that is paused: they would be followed one by one. When it is not any more all look at the index.
+func (p *parking) refused(group int32) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	if g := p.groups[group]; g != nil {
+		g.unhint()
 	}
 }
 
@@ -313,7 +337,7 @@ func (p *parking) left(group *catalog.Group, partition int64) {
 	}
 	p.mu.Unlock()
 	if c != nil {
-		p.board(c, false)
+		p.board(c, c.group.Limited())
 	}
 }
 

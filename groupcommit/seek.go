@@ -30,8 +30,18 @@ func (e *Engine) Seek(ctx context.Context, queue, group string, to Target) (foun
 	if q == nil || err != nil {
 		return false, 0, err
 	}
+	return e.seekQueue(ctx, q.ID, g, to)
+}
+
+// SeekLanes is Seek of a subscription.
+func (e *Engine) SeekLanes(ctx context.Context, g *catalog.Group, to Target) (moved int64, err error) {
+	_, moved, err = e.seekQueue(ctx, g.QueueID, g, to)
+	return moved, err
+}
+
+func (e *Engine) seekQueue(ctx context.Context, queue int32, g *catalog.Group, to Target) (found bool, moved int64, err error) {
 	for after := int64(0); ; {
-		ids, err := e.q.SeekChunk(ctx, db.SeekChunkParams{QueueID: q.ID, After: after, Max: seekChunk})
+		ids, err := e.q.SeekChunk(ctx, db.SeekChunkParams{QueueID: queue, After: after, Max: seekChunk})
 		if err != nil || len(ids) == 0 {
 			return found, moved, e.Unavailable(err)
 		}
@@ -204,6 +214,12 @@ func (e *Engine) DeleteGroup(ctx context.Context, queue, group string, keep bool
 	return cursors, registrations, nil
 }
 
+// DeleteSubscription deletes a subscription with its lanes; existed is false when somebody else has just done it.
+func (e *Engine) DeleteSubscription(ctx context.Context, g *catalog.Group) (existed bool, err error) {
+	existed, _, err = e.deleteGroup(ctx, db.GroupsByNameRow{ID: g.ID, QueueID: g.QueueID}, g.Name, false)
+	return existed, e.Unavailable(err)
+}
+
 func (e *Engine) deleteGroup(ctx context.Context, f db.GroupsByNameRow, group string, keep bool) (deleted bool, cursors int64, err error) {
 	err = e.patiently(deleteLockTimeout, func(ctx context.Context, q *db.Queries) error {
 		deleted = false
@@ -220,6 +236,9 @@ func (e *Engine) deleteGroup(ctx context.Context, f db.GroupsByNameRow, group st
 		}
 		deleted = true
 		if err := q.GroupDelete(ctx, db.GroupDeleteParams{ID: f.ID}); err != nil {
+			return err
+		}
+		if err := q.QueueTouch(ctx, db.QueueTouchParams{ID: f.QueueID}); err != nil { // subscriptions are remembered with their stream
 			return err
 		}
 		if err := q.JobCreate(ctx, db.JobCreateParams{Kind: "delete_group", QueueID: f.QueueID, GroupID: &f.ID, DelaySeconds: 10}); err != nil {

@@ -130,8 +130,9 @@ func (s *settle) hint() (h Hint, here, ok bool) {
 		// There was no lease to end, but pops have passed over the cursor while it was locked.
 		return Hint{Queue: s.group.QueueID, Partition: s.row.ID}, true, true
 	}
-	ended := s.Applied && s.Outcome != outNeedCopy && s.Released && s.DueMs < 0
-	here = ended && s.Pending
+	freed := s.Applied && s.Outcome != outNeedCopy && s.Released
+	ended := freed && s.DueMs < 0
+	here = ended && s.Pending || freed && s.group.Limited() // there is room for another lane
 	return Hint{Queue: s.group.QueueID, Group: s.group.ID, Partition: s.row.ID}, here, here || (ended && s.foreign)
 }
 

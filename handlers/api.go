@@ -140,7 +140,7 @@ func (a *API) table() []route {
 		on("DELETE", "/api/v1/resources/queues/{queue}", admin, (*API).deleteQueue),
 		probe("/health", open, (*API).health),
 		probe("/ready", open, (*API).ready),
-	}, groupRoutes(), transactionRoutes(), messageRoutes(), deadLetterRoutes(), clearRoutes(), systemRoutes(), resourceRoutes(), analyticsRoutes(), publishRoutes(), consumeRoutes(), projectRoutes(), laneDeadRoutes(), laneTraceRoutes())
+	}, groupRoutes(), transactionRoutes(), messageRoutes(), deadLetterRoutes(), clearRoutes(), systemRoutes(), resourceRoutes(), analyticsRoutes(), publishRoutes(), consumeRoutes(), projectRoutes(), laneDeadRoutes(), laneTraceRoutes(), streamRoutes(), subscriptionRoutes())
 }
 
 // Handler makes the API servable.

@@ -1,6 +1,9 @@
 package handlers
 
 import (
+	"bytes"
+	"context"
+	"errors"
 	"regexp"
 	"strconv"
 	"strings"
@@ -178,4 +181,137 @@ func signature(text string) string {
 		}
 	}
 	return text
+}
+
+// readPage reads what a list of /v1 is paged by: limit, and cursor, which is where the page before ended.
+func readPage(r *request) (limit int64, after []byte, err error) {
+	p := params{values: r.URL.Query()}
+	limit = p.number("limit", 100, 1, 1000)
+	if s := p.text("cursor"); s != "" {
+		if after, err = crockford.DecodeString(s); err != nil || crockford.EncodeToString(after) != s {
+			p.fail("cursor")
+		}
+	}
+	return limit, after, p.err
+}
+
+// readNamePage is readPage of a list in order of names.
+func readNamePage(r *request) (limit int64, after string, err error) {
+	limit, raw, err := readPage(r)
+	if after = string(raw); err == nil && after != "" && !validName(after, maxName) {
+		err = badQuery("cursor")
+	}
+	return limit, after, err
+}
+
+// cutPage ends a page that was read with one row more than its limit. next is the cursor of the next one, nil when there is none.
+func cutPage[T any](rows []T, limit int64, key func(T) []byte) (page []T, next *string) {
+	if int64(len(rows)) <= limit {
+		return rows, nil
+	}
+	return rows[:limit], cursor(key(rows[limit-1]))
+}
+
+func cursor(key []byte) *string {
+	s := crockford.EncodeToString(key)
+	return &s
+}
+
+// flag is the next value, a boolean, or def for null.
+func (d *document) flag(def bool) (bool, error) {
+	switch d.kind() {
+	case 't', 'f', 'n':
+		err := d.boolean(&def)
+		return def, err
+	}
+	if _, err := d.value(); err != nil {
+		return false, err
+	}
+	return false, bad("%s must be true or false", d.path)
+}
+
+// whole is the next value, a whole number of lo to hi, or def for null.
+func (d *document) whole(def, lo, hi int32) (int32, error) {
+	if null, err := d.null(); null || err != nil {
+		return def, err
+	}
+	raw, err := d.value()
+	if err != nil {
+		return 0, err
+	}
+	n, ok := wholeNumber(raw)
+	if !ok || n < int64(lo) || n > int64(hi) {
+		return 0, bad("%s must be a whole number of %d to %d", d.path, lo, hi)
+	}
+	return int32(n), nil
+}
+
+// duration is the next value, a duration of at most max, or def for null. It is rounded up to a multiple of unit.
+func (d *document) duration(def, max, unit time.Duration) (time.Duration, error) {
+	if null, err := d.null(); null || err != nil {
+		return def, err
+	}
+	wrong := bad("%s must be a duration of 0s to %s, such as \"30s\"", d.path, formatDuration(max))
+	if d.kind() != '"' {
+		if _, err := d.value(); err != nil {
+			return 0, err
+		}
+		return 0, wrong
+	}
+	s, err := d.str("")
+	if err != nil && !errors.Is(err, errNotText) {
+		return 0, err
+	}
+	t, ok := parseDuration(s)
+	if !ok || t > max {
+		return 0, wrong
+	}
+	return (t + unit - 1) / unit * unit, nil
+}
+
+// parseStart reads where a subscription is to begin.
+func parseStart(s string) (catalog.Start, bool) {
+	switch s {
+	case "earliest":
+		return catalog.All(), true
+	case "latest":
+		return catalog.Start{Mode: "new"}, true
+	}
+	t, err := time.Parse(time.RFC3339, s)
+	t = t.UTC().Truncate(time.Millisecond) // as it is shown
+	return catalog.Start{Mode: "time", At: &t}, err == nil && t.Year() >= 1 && t.Year() < 10_000
+}
+
+const aPlace = `"earliest", "latest" or an RFC 3339 time`
+
+// place is the next value, where to begin; nil for null.
+func (d *document) place() (*catalog.Start, error) {
+	if null, err := d.null(); null || err != nil {
+		return nil, err
+	}
+	raw, err := d.value()
+	if err != nil {
+		return nil, err
+	}
+	if start, ok := parseStart(string(bytes.Trim(raw, `"`))); ok && raw[0] == '"' {
+		return &start, nil
+	}
+	return nil, bad("%s must be %s", d.path, aPlace)
+}
+
+// countTime bounds how long the numbers of one stream or subscription are counted for an answer.
+const countTime = 5 * time.Second
+
+// counted runs a count, for so long as it may take.
+func counted[T any](a *API, r *request, count func(ctx context.Context) (T, error)) (T, error) {
+	ctx, cancel := context.WithTimeout(r.Context(), countTime)
+	defer cancel()
+	n, err := count(ctx)
+	if err != nil {
+		if r.Context().Err() == nil && ctx.Err() != nil {
+			return n, busy("counting takes too long")
+		}
+		return n, a.databaseError(r, err, "query failed")
+	}
+	return n, nil
 }

@@ -242,6 +242,9 @@ func (m *Maintainer) removeQueue(ctx context.Context, queue int32, next func() e
 			if err := q.QueueRemoveCursors(ctx, db.QueueRemoveCursorsParams{QueueID: queue, Ids: ids}); err != nil {
 				return err
 			}
+			if err := q.QueueRemoveLanes(ctx, db.QueueRemoveLanesParams{QueueID: queue, Ids: ids}); err != nil {
+				return err
+			}
 			n, err := q.QueueRemoveSegments(ctx, db.QueueRemoveSegmentsParams{Ids: ids, Max: segmentChunk})
 			if err != nil || n == segmentChunk {
 				return err // more of them: the partitions stay for the next round

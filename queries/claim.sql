@@ -4,6 +4,7 @@
 -- Candidates are dealt to the slots of a list in turn, so that no slot goes empty while another takes two.
 -- from_partition of the latter may be minus that partition: then the list counts as gone when there is no cursor there.
 -- Every list of a live group first returns a row without a slot: seen = candidates looked at, stale = those that had nothing to deliver.
+-- seen is -1 when there was no look, because the subscription is paused or has all in flight that it may.
 -- frames false: the caller has the frames of most segments already and fetches the others.
 -- Of a subscription (kind 1) every partition is a lane: one message at a time, with its number of attempts. A lease of a lane that
 -- ended counts as a failed attempt: the lane rests as its policy says, and at the last attempt it is claimed once more, exhausted,
@@ -13,9 +14,9 @@ with list as materialized (
     select l.list_no::int as list_no, g.group_id, g.lease_time, g.delayed_processing, g.window_buffer,
            l.from_partition::bigint as from_partition, l.scan::boolean as scan, l.index_first::boolean as index_first, l.slots::int as slots,
            -- LockGroups holds the group by now, so what it counts is exact.
-           case when g.paused or (g.max_in_flight > 0 and not l.limited::boolean) then 0
-                when g.max_in_flight > 0 then least(l.want::bigint, g.max_in_flight - (
-                    select count(*) from ferrymq.in_flight f where f.group_id = g.group_id and f.lease_until > clock_timestamp()))
+           case when g.paused then 0
+                when g.max_in_flight > 0 then least(l.want::bigint, greatest(g.max_in_flight - (
+                    select count(*) from ferrymq.in_flight f where f.group_id = g.group_id and f.lease_until > clock_timestamp()), 0))
                 else l.want::bigint end as want,
            l.frames::boolean as frames, g.lanes, g.max_attempts, g.backoff_initial, g.backoff_multiplier, g.backoff_max, g.count_expired_leases,
            g.max_in_flight > 0 as limited, g.trace_full as traced
@@ -29,6 +30,8 @@ with list as materialized (
         from ferrymq.groups x
         join ferrymq.queues q on q.id = x.queue_id and q.deleted_at is null
         where x.id = l.group_id::int and x.deleted_at is null
+          -- A claim that does not know of the limit has not taken the lock: as if the group were gone, it looks it up again.
+          and (l.limited::boolean or x.max_in_flight = 0)
           and (l.from_partition::bigint >= 0 or exists (
               select from ferrymq.cursors c where c.group_id = l.group_id::int and c.partition_id = -l.from_partition::bigint))
         offset 0) g
@@ -83,7 +86,7 @@ with list as materialized (
 ), met as materialized (
     -- expired: the lease of a lane ended and counts. retry_at: then it rests that long, unless it was the last attempt. Meanwhile the
     -- lease stays, as one that ended at -infinity: it has been counted, and an ack that comes late is still good.
-    select k.list_no, k.group_id, k.partition_id, k.source, k.place, k.committed, k.consumer, k.lease_until, l.index_first, l.slots, l.lease_time, l.frames, l.lanes, l.limited, l.traced,
+    select k.list_no, k.group_id, k.partition_id, k.source, k.place, k.committed, k.consumer, k.lease_until, l.index_first, l.slots, l.lease_time, l.frames, l.lanes, l.limited, l.want, l.traced,
            l.max_attempts, l.window_buffer, l.delayed_processing, p.public_id, p.name, p.hidden, p.next_offset, p.last_push_at,
            greatest(k.committed, p.first_offset)::bigint as start_offset,
            case when k.committed < p.first_offset then 0 when l.lanes and k.lease_until > '-infinity' and not l.count_expired_leases then k.attempts - 1 else k.attempts end as attempts,
@@ -124,6 +127,7 @@ with list as materialized (
            coalesce(sum(n.most) over (partition by n.list_no, s.nth order by n.nth rows between unbounded preceding and 1 preceding), 0) as used
     from numbered n
     join slot s on s.list_no = n.list_no and s.nth = n.nth % n.slots and n.nth / n.slots < s.parts
+    where not n.limited or n.nth < n.want -- there may be more hints than that
 ), taken as materialized (
     -- A span ends before the segment that would make it too large to hold in memory.
     select d.*, least(d.wanted, b.stop - d.start_offset)::bigint as take
@@ -212,7 +216,7 @@ with list as materialized (
            0::bigint as base_offset, 0 as count, 0::smallint as key_no, 0::smallint as codec, now() as created_at,
            '00000000-0000-0000-0000-000000000000'::uuid as first_id, null::bytea as keys, null::bytea as frames
     from (
-        select l.list_no, 0 as seen, 0 as stale, 0::bigint as above_to, 0::bigint as below_to, null::timestamptz as due from list l
+        select l.list_no, case when l.want > 0 then 0 else -1 end as seen, 0 as stale, 0::bigint as above_to, 0::bigint as below_to, null::timestamptz as due from list l
         union all
         select k.list_no, 1, case when k.available <= 0 then 1 else 0 end, case when k.source = 2 then k.partition_id else 0 end,
                case when k.source = 3 then k.partition_id else 0 end, null from looked k

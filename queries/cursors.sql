@@ -32,19 +32,27 @@ order by c.group_id, c.partition_id;
 
 -- name: ReadyGroups :many
 -- The one re-check for all parked pops: which groups have something to claim, and which only wait for leases to end.
--- A group that was deleted is ready: its claims find out.
-select g.id::int as id, case when a.alive then r.ready else g.want::bigint end::bigint as ready,
+-- A group that was deleted is ready: its claims find out. One that is paused, or has all in flight that it may, only waits.
+select g.id::int as id, case when a.id is null then g.want::bigint else r.ready end::bigint as ready,
        -- Not exists, which a plan made while the table was small answers by hashing all of it.
        coalesce((select true from ferrymq.cursors c where c.group_id = g.id::int and c.pending and c.not_before is null limit 1), false)::boolean as pending
 from rows from (unnest(@ids::int[]), unnest(@wants::bigint[])) as g (id, want)
+left join lateral (
+    select y.id, case when y.paused then 0
+                      when y.max_in_flight > 0 then y.max_in_flight - (
+                          select count(*) from ferrymq.in_flight f where f.group_id = g.id::int and f.lease_until > clock_timestamp())
+                      else g.want::bigint end as room
+    from ferrymq.groups y
+    where y.id = g.id::int and y.deleted_at is null
+    limit 1
+) a on true
 cross join lateral (
     select count(*) as ready from (
         select from ferrymq.cursors c
         where c.group_id = g.id::int and c.pending and c.not_before is null
           and (c.lease_until is null or c.lease_until < clock_timestamp())
-        limit g.want::bigint) x
-) r
-cross join lateral (select (select y.id from ferrymq.groups y where y.id = g.id::int and y.deleted_at is null) is not null as alive) a;
+        limit greatest(least(g.want::bigint, a.room), 0)) x
+) r;
 
 -- name: ReadyPartitions :many
 -- The same for pops parked on one partition. One whose cursor is gone, with the partition or the group, comes too: its claim finds that out.

@@ -112,7 +112,7 @@ limit @max::bigint;
 
 -- name: SubscriptionGet :one
 select g.id, g.queue_id, q.name as queue, g.name, g.start_mode, g.start_at, g.seeded, g.lease_seconds, g.max_attempts, g.backoff_initial, g.backoff_multiplier,
-       g.backoff_max, g.count_expired_leases, g.max_in_flight, g.paused, g.trace_full, g.created_at
+       g.backoff_max, g.count_expired_leases, g.max_in_flight, g.paused, g.trace_full, g.created_at, g.updated_at
 from ferrymq.groups g
 join ferrymq.queues q on q.id = g.queue_id and q.deleted_at is null
 where g.project_id = @project_id::int and g.kind = 1 and g.name = @name::text and g.deleted_at is null;

@@ -43,6 +43,9 @@ with target as materialized (
     where p.id = any(@ids::bigint[])
       and (p.id = any(@free::bigint[])
            or (select x.group_id from ferrymq.cursors x where x.group_id = @group_id::int and x.partition_id = p.id) is null)
+), freed as (
+    delete from ferrymq.in_flight f
+    where f.group_id = @group_id::int and f.partition_id = any(array(select t.id from target t))
 )
 insert into ferrymq.cursors as c (group_id, partition_id, committed, pending, origin)
 select @group_id::int, t.id, t.to_offset, t.to_offset < t.next_offset, t.to_offset
@@ -50,7 +53,7 @@ from target t
 order by t.id
 on conflict (group_id, partition_id) do update
 set committed = excluded.committed, origin = excluded.committed - (c.committed - c.origin), pending = excluded.pending,
-    lease_id = null, lease_until = null, batch_end = null, failures = 0, failed_offset = null, not_before = null
+    lease_id = null, lease_until = null, batch_end = null, failures = 0, failed_offset = null, not_before = null, attempts = 0, settled = null
 returning c.partition_id, c.pending;
 
 -- name: GroupsByName :many
@@ -87,6 +90,10 @@ with doomed as materialized (
     order by c.group_id, c.partition_id
     limit @max::bigint
     for update
+), counted as (
+    delete from ferrymq.in_flight f where f.group_id = @id::int and f.partition_id = any(array(select d.partition_id from doomed d))
+), noted as (
+    delete from ferrymq.lane_events e where e.group_id = @id::int and e.partition_id = any(array(select d.partition_id from doomed d))
 )
 delete from ferrymq.cursors c
 using doomed d

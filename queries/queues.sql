@@ -10,8 +10,8 @@ order by q.updated_at;
 
 -- name: QueueCreate :one
 -- Returns no row when the queue exists already, or the project was deleted.
-insert into ferrymq.queues as q (project_id, name, namespace, task, retention_enabled, completed_retention_seconds)
-select p.id, @name::text, @namespace::text, @task::text, @keep_consumed::int > 0, @keep_consumed::int
+insert into ferrymq.queues as q (project_id, name, namespace, task, retention_enabled, completed_retention_seconds, unkeyed_lanes, id_lanes)
+select p.id, @name::text, @namespace::text, @task::text, @keep_consumed::int > 0, @keep_consumed::int, @unkeyed_lanes::int, @unkeyed_lanes::int
 from ferrymq.projects p
 where p.id = @project_id::int and p.deleted_at is null
 for share
@@ -39,7 +39,8 @@ set updated_at = clock_timestamp(), configured = true,
     completed_retention_seconds = @completed_retention_seconds::int, retention_enabled = @retention_enabled::boolean,
     encryption_enabled = @encryption_enabled::boolean, max_wait_time_seconds = @max_wait_time_seconds::int,
     min_pop_wait_time = @min_pop_wait_time::int, dedup_window_seconds = @dedup_window_seconds::int,
-    retention_sink_hold = @retention_sink_hold::text, retention_sink_hold_max_seconds = @retention_sink_hold_max_seconds::int
+    retention_sink_hold = @retention_sink_hold::text, retention_sink_hold_max_seconds = @retention_sink_hold_max_seconds::int,
+    unkeyed_lanes = @unkeyed_lanes::int
 where q.id = @id::int
 returning *;
 

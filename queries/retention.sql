@@ -58,7 +58,7 @@ with rule as materialized (
                select coalesce(min(case when c.committed is null then 0 else c.committed end), 0)
                from ferrymq.groups g
                left join ferrymq.cursors c on c.group_id = g.id and c.partition_id = r.id
-               where g.queue_id = r.queue_id and g.kind = 0 and g.deleted_at is null and (g.registered or c.committed is not null)) end as passed
+               where g.queue_id = r.queue_id and g.deleted_at is null and (g.registered or c.committed is not null)) end as passed
     from rule r
     where r.retain is not null
 ), target as materialized (
@@ -279,7 +279,7 @@ with due as materialized (
         from (
             select p.first_offset, (select coalesce(min(c.committed), 0) from ferrymq.groups g
                                     join ferrymq.cursors c on c.group_id = g.id and c.partition_id = p.id
-                                    where g.queue_id = d.id and g.kind = 0 and g.deleted_at is null) as passed
+                                    where g.queue_id = d.id and g.deleted_at is null) as passed
             from ferrymq.partitions p
             where p.queue_id = d.id
             order by p.id
