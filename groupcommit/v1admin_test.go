@@ -126,7 +126,8 @@ func TestLaneLimitHints(t *testing.T) {
 	for _, key := range names(20) {
 		b.push("orders", key, items(2, key)...)
 	}
-	if got := b.receive(q, g, 10, 0); len(got) != 3 {
+	// The first look of a while is at the index, the next one follows hints.
+	if got := append(b.receive(q, g, 1, 0), b.receive(q, g, 10, 0)...); len(got) != 3 {
 		t.Errorf("%d in flight", len(got))
 	}
 	if got := b.receive(q, g, 10, 0); len(got) != 0 {

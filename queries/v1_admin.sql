@@ -72,7 +72,7 @@ with open as materialized (
 )
 select (count(*) filter (where l.state = 1))::bigint as ready, (count(*) filter (where l.state = 2))::bigint as in_flight,
        (count(*) filter (where l.state = 3))::bigint as retrying, coalesce(sum(l.messages), 0)::bigint as backlog,
-       coalesce(greatest(floor(extract(epoch from clock_timestamp() - min(l.created_at))), 0), -1)::bigint as oldest,
+       case when count(*) = 0 then -1 else greatest(floor(extract(epoch from clock_timestamp() - min(l.created_at))), 0) end::bigint as oldest,
        (select count(*) from ferrymq.dead_letters d where d.group_id = @id::int)::bigint as dead
 from lane l;
 
