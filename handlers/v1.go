@@ -183,38 +183,13 @@ func signature(text string) string {
 	return text
 }
 
-// readPage reads what a list of /v1 is paged by: limit, and cursor, which is where the page before ended.
-func readPage(r *request) (limit int64, after []byte, err error) {
-	p := params{values: r.URL.Query()}
-	limit = p.number("limit", 100, 1, 1000)
-	if s := p.text("cursor"); s != "" {
-		if after, err = crockford.DecodeString(s); err != nil || crockford.EncodeToString(after) != s {
-			p.fail("cursor")
-		}
-	}
-	return limit, after, p.err
-}
-
-// readNamePage is readPage of a list in order of names.
-func readNamePage(r *request) (limit int64, after string, err error) {
-	limit, raw, err := readPage(r)
+// pagingNames is paging of a list in order of names.
+func pagingNames(r *request) (limit int64, after string, err error) {
+	limit, raw, err := paging(r, -1)
 	if after = string(raw); err == nil && after != "" && !validName(after, maxName) {
 		err = badQuery("cursor")
 	}
 	return limit, after, err
-}
-
-// cutPage ends a page that was read with one row more than its limit. next is the cursor of the next one, nil when there is none.
-func cutPage[T any](rows []T, limit int64, key func(T) []byte) (page []T, next *string) {
-	if int64(len(rows)) <= limit {
-		return rows, nil
-	}
-	return rows[:limit], cursor(key(rows[limit-1]))
-}
-
-func cursor(key []byte) *string {
-	s := crockford.EncodeToString(key)
-	return &s
 }
 
 // flag is the next value, a boolean, or def for null.

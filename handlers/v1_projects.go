@@ -63,14 +63,11 @@ func (a *API) createProject(w http.ResponseWriter, r *request) error {
 }
 
 func (a *API) listProjects(w http.ResponseWriter, r *request) error {
-	limit, after, err := paging(r, -1)
-	if err == nil && after != nil && !validName(string(after), maxName) {
-		err = badQuery("cursor")
-	}
+	limit, after, err := pagingNames(r)
 	if err != nil {
 		return err
 	}
-	rows, err := a.queries.ProjectList(r.Context(), db.ProjectListParams{After: string(after), Max: limit + 1})
+	rows, err := a.queries.ProjectList(r.Context(), db.ProjectListParams{After: after, Max: limit + 1})
 	if err != nil {
 		return a.databaseError(r, err, "query failed")
 	}

@@ -2,6 +2,7 @@ package handlers
 
 import (
 	"context"
+	"errors"
 	"net/http"
 	"time"
 
@@ -147,7 +148,9 @@ func (a *API) putStream(w http.ResponseWriter, r *request) error {
 		lanes = *edit.lanes
 	}
 	q, err := p.ConfigureStream(r.Context(), name, lanes, edit.apply)
-	if err != nil {
+	if errors.Is(err, catalog.ErrNoProject) {
+		return p.missing("stream", name)
+	} else if err != nil {
 		return a.databaseError(r, err, "query failed")
 	}
 	if a.Changed != nil {
@@ -170,7 +173,7 @@ func (a *API) getStream(w http.ResponseWriter, r *request) error {
 }
 
 func (a *API) listStreams(w http.ResponseWriter, r *request) error {
-	limit, after, err := readNamePage(r)
+	limit, after, err := pagingNames(r)
 	if err != nil {
 		return err
 	}
@@ -184,7 +187,7 @@ func (a *API) listStreams(w http.ResponseWriter, r *request) error {
 			return a.databaseError(r, err, "query failed")
 		}
 	}
-	rows, next := cutPage(rows, limit, func(q db.StreamPageRow) []byte { return []byte(q.Name) })
+	rows, next := more(rows, limit, func(q db.StreamPageRow) []byte { return []byte(q.Name) })
 	list := make([]listedStream, len(rows))
 	for i := range rows {
 		list[i] = p.listed(&rows[i])

@@ -272,6 +272,9 @@ func (a *API) subscribe(r *request, p *project, sub string, edit *subscriptionEd
 			return nil, err
 		}
 		q, err = p.EnsureStream(r.Context(), *edit.stream)
+		if errors.Is(err, catalog.ErrNoProject) {
+			err = p.missing("subscription", sub)
+		}
 	}
 	if err != nil {
 		return nil, err
@@ -318,7 +321,7 @@ func (a *API) getSubscription(w http.ResponseWriter, r *request) error {
 }
 
 func (a *API) listSubscriptions(w http.ResponseWriter, r *request) error {
-	limit, after, err := readNamePage(r)
+	limit, after, err := pagingNames(r)
 	if err != nil {
 		return err
 	}
@@ -332,7 +335,7 @@ func (a *API) listSubscriptions(w http.ResponseWriter, r *request) error {
 			return a.databaseError(r, err, "query failed")
 		}
 	}
-	rows, next := cutPage(rows, limit, func(s catalog.SubscriptionRow) []byte { return []byte(s.Name) })
+	rows, next := more(rows, limit, func(s catalog.SubscriptionRow) []byte { return []byte(s.Name) })
 	list := make([]listedSubscription, len(rows))
 	for i := range rows {
 		list[i] = p.subscriber(&rows[i])
@@ -379,15 +382,12 @@ type listedLane struct {
 const laneScan = 20_000
 
 func (a *API) listLanes(w http.ResponseWriter, r *request) error {
-	limit, raw, err := readPage(r)
+	limit, raw, err := paging(r, 8)
 	if err != nil {
 		return err
 	}
 	after := int64(0)
-	if len(raw) > 0 {
-		if len(raw) != 8 {
-			return badQuery("cursor")
-		}
+	if raw != nil {
 		after = int64(binary.BigEndian.Uint64(raw))
 	}
 	state := r.URL.Query().Get("state")
@@ -410,10 +410,10 @@ func (a *API) listLanes(w http.ResponseWriter, r *request) error {
 	if rows[0].PartitionID == 0 {
 		rows = nil
 	}
-	key := func(partition int64) []byte { return binary.BigEndian.AppendUint64(nil, uint64(partition)) }
-	rows, next := cutPage(rows, limit, func(x db.LanePageRow) []byte { return key(x.PartitionID) })
+	rows, next := more(rows, limit, func(x db.LanePageRow) []byte { return binary.BigEndian.AppendUint64(nil, uint64(x.PartitionID)) })
 	if next == nil && last > 0 {
-		next = cursor(key(last))
+		at := crockford.EncodeToString(binary.BigEndian.AppendUint64(nil, uint64(last)))
+		next = &at
 	}
 	list := make([]listedLane, len(rows))
 	for i := range rows {
