@@ -34,7 +34,7 @@ func TestStreamOfDeletedProject(t *testing.T) {
 		t.Fatal(err)
 	}
 	defer maker.Rollback(context.Background())
-	if _, err := db.New(maker).QueueCreate(ctx, db.QueueCreateParams{ProjectID: id, Name: "first", Namespace: "first"}); err != nil {
+	if _, err := db.New(maker).QueueCreate(ctx, db.QueueCreateParams{ProjectID: id, Name: "first", Namespace: "first", UnkeyedLanes: 1}); err != nil {
 		t.Fatal(err)
 	}
 	deleted := make(chan error, 1)
@@ -87,7 +87,7 @@ func TestDeletionHoldsMakers(t *testing.T) {
 	}
 	made := make(chan error, 2)
 	go func() {
-		_, err := q.QueueCreate(context.Background(), db.QueueCreateParams{ProjectID: id, Name: "s", Namespace: "s"})
+		_, err := q.QueueCreate(context.Background(), db.QueueCreateParams{ProjectID: id, Name: "s", Namespace: "s", UnkeyedLanes: 1})
 		made <- err
 	}()
 	go func() {
