@@ -390,7 +390,7 @@ func (a *API) listLanes(w http.ResponseWriter, r *request) error {
 	if raw != nil {
 		after = int64(binary.BigEndian.Uint64(raw))
 	}
-	state := r.URL.Query().Get("state")
+	state := query(r.URL).Get("state")
 	switch state {
 	case "", "ready", "leased", "retrying", "delayed":
 	default:
