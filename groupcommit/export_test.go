@@ -19,3 +19,13 @@ func (e *Engine) Refill(ctx context.Context, d *Delivery) (*Delivery, error) {
 	}
 	return e.answer(ctx, c)
 }
+
+// Boarded is how many operations wait for a flight.
+func (e *Engine) Boarded() (n int) {
+	e.dock.mu.Lock()
+	defer e.dock.mu.Unlock()
+	for i := range e.dock.next {
+		n += e.dock.next[i].size()
+	}
+	return n
+}

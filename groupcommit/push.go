@@ -1,6 +1,7 @@
 package groupcommit
 
 import (
+	"cmp"
 	"context"
 	"slices"
 	"sync"
@@ -273,7 +274,17 @@ func (f *flusher) plan(pushes []*Push) []*entry {
 		}
 		f.e.sendAside(n)
 	}
+	// Where they are not locked first, they are in this order: others who take several at once do the same.
+	slices.SortStableFunc(kept, func(a, b *entry) int { return cmp.Compare(a.id(), b.id()) })
 	return kept
+}
+
+// id is that of the entry's partition, or that of none when it is to be created.
+func (n *entry) id() int64 {
+	if n.row == nil {
+		return 1<<63 - 1
+	}
+	return n.row.ID
 }
 
 // stored is called after the commit that stored an entry.

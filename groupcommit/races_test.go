@@ -3,15 +3,17 @@ package groupcommit_test
 import (
 	"context"
 	"errors"
-	"ferrymq/db"
-	"ferrymq/groupcommit"
 	"fmt"
 	"sync"
 	"testing"
 	"time"
 
+	"github.com/jackc/pgx/v5"
+
 	"ferrymq/catalog"
+	"ferrymq/db"
 	"ferrymq/dbtest"
+	"ferrymq/groupcommit"
 )
 
 // TestLimitedWhileSeeding: who makes the cursors of a subscription holds it while he waits for a partition. Receives go on.
@@ -335,5 +337,92 @@ func TestPassedOverWakes(t *testing.T) {
 				t.Errorf("popped %q", d.payloads())
 			}
 		})
+	}
+}
+
+// TestOrderAlone: a broker that is alone takes its partitions in the order of all others that take several: who makes cursors, or clears.
+func TestOrderAlone(t *testing.T) {
+	t.Parallel()
+	dsn := dbtest.New(t)
+	b := start(t, dsn, setup{alone: true, recheck: slow, change: func(o *groupcommit.Options) { o.Width, o.Alone = 1, func() bool { return true } }})
+	low, high := "", "" // two that board in the other order than that of their ids
+	var lane uint64
+	for i := 0; high == ""; i++ {
+		p := fmt.Sprint("p", i)
+		b.push("order.q", p, item{payload: `"0"`})
+		_, found := b.Catalog.Known("order.q", p)
+		switch n := found.Lane % 64; {
+		case low == "" && n > 0:
+			low, lane = p, n
+		case low != "" && n < lane:
+			high = p
+		}
+	}
+	b.push("order.q", "x", item{payload: `"0"`})
+	pool := admin(t, dsn)
+	// So many that they are looked up one by one.
+	exec(t, pool, `insert into ferrymq.partitions (public_id, queue_id, name) select gen_random_uuid(), queue_id, 'more' || i from ferrymq.partitions, generate_series(1, 20000) i where name = 'x'`)
+	exec(t, pool, `analyze ferrymq.partitions`)
+	session, err := pgx.Connect(t.Context(), dsn)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer session.Close(context.Background())
+	for _, s := range []string{"begin", "select from ferrymq.partitions where name = '" + low + "' for no key update"} {
+		if _, err := session.Exec(t.Context(), s); err != nil {
+			t.Fatal(err)
+		}
+	}
+	release := hold(t, dsn, lockPartition, "x")
+	first := b.goPush(t, "order.q", "x", item{payload: `"1"`})
+	dbtest.WaitBlocked(t, pool, 1)
+	var pushes []*groupcommit.Push // they board while the only flight is away
+	for _, p := range []string{low, high} {
+		x, err := b.newPush(t.Context(), "order.q", p, []item{{payload: `"1"`}})
+		if err != nil {
+			t.Fatal(err)
+		}
+		pushes = append(pushes, x)
+	}
+	both := background(t, func() error { return b.Push(context.Background(), pushes) })
+	eventually(t, "they have boarded", func() bool { return b.Boarded() == 2 })
+	release()
+	if err := first.wait(t, "the first push", soon); err != nil {
+		t.Fatal(err)
+	}
+	dbtest.WaitBlocked(t, pool, 1)
+	ctx, cancel := context.WithTimeout(t.Context(), 400*time.Millisecond)
+	defer cancel()
+	if _, err := session.Exec(ctx, "select from ferrymq.partitions where name = '"+high+"' for no key update"); err != nil {
+		t.Errorf("the flush holds the second partition while it waits for the first: %v", err)
+	}
+	session.Close(context.Background())
+	if err := both.wait(t, "the pushes", soon); err != nil {
+		t.Error(err)
+	}
+}
+
+// TestCloseBlocked: a partition that somebody holds does not keep a broker from closing.
+func TestCloseBlocked(t *testing.T) {
+	t.Parallel()
+	dsn := dbtest.New(t)
+	b := start(t, dsn, setup{alone: true, recheck: slow})
+	b.push("close.q", "p", item{payload: `"0"`})
+	hold(t, dsn, lockPartition, "p")
+	push := b.goPush(t, "close.q", "p", item{payload: `"1"`})
+	clearing := background(t, func() error {
+		q, err := b.Catalog.Queue(context.Background(), "close.q")
+		if err == nil {
+			_, _, err = b.Clear(context.Background(), q, nil)
+		}
+		return err
+	})
+	dbtest.WaitBlocked(t, admin(t, dsn), 2)
+	closing := background(t, func() error { b.stop(); b.Pool.Close(); return nil })
+	closing.wait(t, "close", 8*time.Second)
+	for _, o := range []*outcome{push, clearing} {
+		if err := o.wait(t, "what was blocked", soon); err == nil {
+			t.Error("it cannot have happened")
+		}
 	}
 }

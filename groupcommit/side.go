@@ -95,7 +95,7 @@ func (e *Engine) patiently(lock time.Duration, fn func(ctx context.Context, q *d
 		}
 		err := e.alongside(lock, fn)
 		<-e.sideRoom
-		if !db.IsLockTimeout(err) || time.Since(began) > e.StatementTimeout {
+		if !db.IsLockTimeout(err) || time.Since(began) > e.StatementTimeout || e.stop.Err() != nil {
 			return err
 		}
 		// Blocked: others get the room meanwhile.
