@@ -24,7 +24,7 @@ from (
     select p.id, p.last_push_at, p.first_offset, p.next_offset
     from ferrymq.partitions p
     join ferrymq.queues q on q.id = p.queue_id and q.project_id = $2::int and q.deleted_at is null
-    where not p.hidden and p.first_offset < p.next_offset and p.last_push_at >= $3::timestamptz and p.created_at < $1::timestamptz
+    where p.first_offset < p.next_offset and p.last_push_at >= $3::timestamptz and p.created_at < $1::timestamptz
       and (p.last_push_at < $4::timestamptz or (p.last_push_at = $4::timestamptz and p.id > $5::bigint))
     order by p.last_push_at desc, p.id
     limit $6::bigint
@@ -417,7 +417,7 @@ from (
     select p.id, p.last_push_at, p.first_offset, p.next_offset
     from ferrymq.partitions p
     where p.queue_id = any($2::int[])
-      and not p.hidden and p.first_offset < p.next_offset and p.last_push_at >= $3::timestamptz and p.created_at < $1::timestamptz
+      and p.first_offset < p.next_offset and p.last_push_at >= $3::timestamptz and p.created_at < $1::timestamptz
       and (p.last_push_at < $4::timestamptz or (p.last_push_at = $4::timestamptz and p.id > $5::bigint))
     order by p.last_push_at desc, p.id
     limit $6::bigint
@@ -479,7 +479,7 @@ select p.id, p.name, p.first_offset, p.next_offset, q.id as queue_id, q.name as 
        q.lease_time, q.retry_limit, q.retry_delay, q.ttl, q.max_size, q.dead_letter_queue
 from ferrymq.partitions p
 join ferrymq.queues q on q.id = p.queue_id and q.deleted_at is null and q.project_id = $1::int
-where p.public_id = $2::uuid and not p.hidden
+where p.public_id = $2::uuid
 `
 
 type BrowsePartitionParams struct {

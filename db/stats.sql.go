@@ -119,14 +119,18 @@ const PartitionPage = `-- name: PartitionPage :many
 select p.id, p.public_id, q.name as queue, p.name, p.created_at, p.last_push_at
 from ferrymq.queues q
 cross join lateral (
-    select x.id, x.public_id, x.name, x.created_at, x.last_push_at
-    from ferrymq.partitions x
-    where x.queue_id = q.id and not x.hidden
-    order by x.name
+    select y.id, y.public_id, y.name, y.hidden, y.created_at, y.last_push_at from (
+        (select x.id, x.public_id, x.name, x.hidden, x.created_at, x.last_push_at from ferrymq.partitions x
+         where x.queue_id = q.id and not x.hidden order by x.name limit $1::bigint)
+        union all
+        (select x.id, x.public_id, x.name, x.hidden, x.created_at, x.last_push_at from ferrymq.partitions x
+         where x.queue_id = q.id and x.hidden order by x.name limit $1::bigint)
+    ) y
+    order by y.name, y.hidden
     limit $1::bigint
 ) p
 where q.project_id = $2::int and q.deleted_at is null and q.name >= $3::text and q.name <= $4::text
-order by q.name, p.name
+order by q.name, p.name, p.hidden
 limit $6::bigint offset $5::bigint
 `
 
@@ -149,6 +153,7 @@ type PartitionPageRow struct {
 }
 
 // Partitions by queue and name, of the live queues of a project whose names lie in [first, last]. upto is skip + max.
+// Of those that hold messages without a key, and of the others, the index has the order, each by itself.
 func (q *Queries) PartitionPage(ctx context.Context, arg PartitionPageParams) ([]PartitionPageRow, error) {
 	rows, err := q.db.Query(ctx, PartitionPage,
 		arg.Upto,

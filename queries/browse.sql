@@ -31,7 +31,7 @@ from (
     select p.id, p.last_push_at, p.first_offset, p.next_offset
     from ferrymq.partitions p
     join ferrymq.queues q on q.id = p.queue_id and q.project_id = @project_id::int and q.deleted_at is null
-    where not p.hidden and p.first_offset < p.next_offset and p.last_push_at >= @from_time::timestamptz and p.created_at < @to_time::timestamptz
+    where p.first_offset < p.next_offset and p.last_push_at >= @from_time::timestamptz and p.created_at < @to_time::timestamptz
       and (p.last_push_at < @before_time::timestamptz or (p.last_push_at = @before_time::timestamptz and p.id > @after_id::bigint))
     order by p.last_push_at desc, p.id
     limit @max::bigint
@@ -51,7 +51,7 @@ from (
     select p.id, p.last_push_at, p.first_offset, p.next_offset
     from ferrymq.partitions p
     where p.queue_id = any(@queue_ids::int[])
-      and not p.hidden and p.first_offset < p.next_offset and p.last_push_at >= @from_time::timestamptz and p.created_at < @to_time::timestamptz
+      and p.first_offset < p.next_offset and p.last_push_at >= @from_time::timestamptz and p.created_at < @to_time::timestamptz
       and (p.last_push_at < @before_time::timestamptz or (p.last_push_at = @before_time::timestamptz and p.id > @after_id::bigint))
     order by p.last_push_at desc, p.id
     limit @max::bigint
@@ -148,7 +148,7 @@ select p.id, p.name, p.first_offset, p.next_offset, q.id as queue_id, q.name as 
        q.lease_time, q.retry_limit, q.retry_delay, q.ttl, q.max_size, q.dead_letter_queue
 from ferrymq.partitions p
 join ferrymq.queues q on q.id = p.queue_id and q.deleted_at is null and q.project_id = @project_id::int
-where p.public_id = @public_id::uuid and not p.hidden;
+where p.public_id = @public_id::uuid;
 
 -- name: BrowseFind :one
 -- Looks through the next segments of a partition, newest first, for a transaction id: by its key, or as the id of a message

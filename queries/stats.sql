@@ -92,17 +92,22 @@ limit @max::bigint;
 
 -- name: PartitionPage :many
 -- Partitions by queue and name, of the live queues of a project whose names lie in [first, last]. upto is skip + max.
+-- Of those that hold messages without a key, and of the others, the index has the order, each by itself.
 select p.id, p.public_id, q.name as queue, p.name, p.created_at, p.last_push_at
 from ferrymq.queues q
 cross join lateral (
-    select x.id, x.public_id, x.name, x.created_at, x.last_push_at
-    from ferrymq.partitions x
-    where x.queue_id = q.id and not x.hidden
-    order by x.name
+    select y.* from (
+        (select x.id, x.public_id, x.name, x.hidden, x.created_at, x.last_push_at from ferrymq.partitions x
+         where x.queue_id = q.id and not x.hidden order by x.name limit @upto::bigint)
+        union all
+        (select x.id, x.public_id, x.name, x.hidden, x.created_at, x.last_push_at from ferrymq.partitions x
+         where x.queue_id = q.id and x.hidden order by x.name limit @upto::bigint)
+    ) y
+    order by y.name, y.hidden
     limit @upto::bigint
 ) p
 where q.project_id = @project_id::int and q.deleted_at is null and q.name >= @first::text and q.name <= @last::text
-order by q.name, p.name
+order by q.name, p.name, p.hidden
 limit @max::bigint offset @skip::bigint;
 
 -- name: PartitionNumbers :many
