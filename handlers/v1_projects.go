@@ -54,7 +54,7 @@ func (a *API) createProject(w http.ResponseWriter, r *request) error {
 	}
 	at, err := a.queries.ProjectCreate(r.Context(), db.ProjectCreateParams{Name: name})
 	if errors.Is(err, pgx.ErrNoRows) {
-		return &httpError{status: http.StatusConflict, text: "a project named " + name + " exists already"}
+		return conflict("a project named %s exists already", name)
 	}
 	if err != nil {
 		return a.databaseError(r, err, "query failed")
@@ -99,7 +99,7 @@ func (a *API) deleteProject(w http.ResponseWriter, r *request) error {
 		return err
 	}
 	if name == defaultProject {
-		return &httpError{status: http.StatusConflict, text: "the default project cannot be deleted"}
+		return conflict("the default project cannot be deleted")
 	}
 	n, err := a.queries.ProjectDelete(r.Context(), db.ProjectDeleteParams{Name: name})
 	r.engine.Catalog.ForgetProject(name)
