@@ -61,7 +61,7 @@
 //
 // A 204 has no body, no Content-Length and no Content-Type. Everything else
 // is valid JSON of type application/json, or metrics in the Prometheus text format. A 405 has Allow, a 401 WWW-Authenticate. A 503 has Retry-After,
-// except from probes. No error names SQL, source files or other products.
+// except from probes. No error names SQL, source files or other products. Status and body are what /v1/openapi.json says of the operation.
 package contract
 
 import (
@@ -100,6 +100,7 @@ func TestContract(t *testing.T) {
 		t.Fatalf("no scripts: %v", err)
 	}
 	t.Run("clients", func(t *testing.T) { t.Parallel(); testClients(t, bin) })
+	t.Run("openapi", func(t *testing.T) { t.Parallel(); testOpenAPI(t, bin) })
 	for _, file := range files {
 		t.Run(strings.TrimSuffix(filepath.Base(file), ".txt"), func(t *testing.T) {
 			t.Parallel()

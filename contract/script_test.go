@@ -55,6 +55,8 @@ type script struct {
 // call is a request and, once done is closed, its answer.
 type call struct {
 	label      string
+	method     string // "": a raw request
+	path       string
 	send       func(context.Context) (*http.Response, error)
 	ctx        context.Context
 	cancel     context.CancelFunc
@@ -336,6 +338,7 @@ func (s *script) request(head string) (*call, error) {
 	if err != nil {
 		return nil, err
 	}
+	c.method, c.path = method, path
 	header := http.Header{}
 	var body []byte
 	for _, l := range lines {
@@ -532,6 +535,9 @@ func (s *script) check(c *call, want answer, since time.Time) (err error) {
 		return fmt.Errorf("want it after %v, took %v", want.after, d)
 	}
 	if err := always(c); err != nil {
+		return err
+	}
+	if err := asDescribed(c); err != nil {
 		return err
 	}
 	vars := maps.Clone(s.vars)
