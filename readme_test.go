@@ -30,12 +30,17 @@ import (
 	"ferrymq/schema"
 )
 
-// block is one fenced code block of the README.
+// block is one fenced code block of a page.
 type block struct{ heading, lang, text string }
 
 func readme(t *testing.T) (text string, blocks []block) {
 	t.Helper()
-	b, err := os.ReadFile("README.md")
+	return page(t, "README.md")
+}
+
+func page(t *testing.T, name string) (text string, blocks []block) {
+	t.Helper()
+	b, err := os.ReadFile(name)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -170,6 +175,33 @@ func TestReadmeExample(t *testing.T) {
 				before += line
 			}
 		}
+	}
+}
+
+// The guide's shell blocks run one after the other, in one shell, and each prints what the page says.
+func TestModelsExample(t *testing.T) {
+	t.Parallel()
+	if _, err := exec.LookPath("curl"); err != nil {
+		t.Skip("curl is not installed")
+	}
+	home := curlHome(t, spawn(t, "DATABASE_URL="+dbtest.New(t)))
+	_, blocks := page(t, "docs/models.md")
+	script, want := "", ""
+	for i, b := range blocks {
+		if b.lang == "sh" {
+			if i+1 == len(blocks) || blocks[i+1].lang != "text" {
+				t.Fatalf("the page does not say what this prints:\n%s", b.text)
+			}
+			script += b.text + "echo; echo --\n"
+			want += strings.TrimSpace(blocks[i+1].text) + "\n--\n"
+		}
+	}
+	cmd := exec.Command("sh", "-c", script)
+	cmd.Dir = home
+	cmd.Env = append(os.Environ(), "CURL_HOME="+home, "HOME="+home)
+	out, err := cmd.CombinedOutput()
+	if got := strings.ReplaceAll(string(out), "\n\n", "\n"); err != nil || got != want || want == "" {
+		t.Errorf("%v: the commands print\n%s\nthe page says\n%s", err, got, want)
 	}
 }
 
@@ -378,7 +410,7 @@ func TestDesignNamesTests(t *testing.T) {
 // What the README names exists.
 func TestReadmeLinks(t *testing.T) {
 	t.Parallel()
-	for _, name := range []string{"README.md", "docs/design.md", "docs/benchmarks.md"} {
+	for _, name := range []string{"README.md", "docs/design.md", "docs/benchmarks.md", "docs/models.md"} {
 		b, err := os.ReadFile(name)
 		if err != nil {
 			t.Error(err)

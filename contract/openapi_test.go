@@ -203,7 +203,7 @@ func asDescribed(c *call) error {
 // The ids that the examples use; a story puts real ones in their place.
 var exampleIDs = map[string]string{
 	"partition": "5d0f6f0a-9c1e-4b7e-8f53-0d6c2f1a7e10", "lease": "0199b1f2-9a7b-7d20-8e31-4c5d6e7f8a90", "dlq": "0199b200-4d3a-7c10-9f2b-6a1e5d0c7b83",
-	"delivery": "dlv_000000000000800000000000001jcv4007d6h724wz48z0m30br84g2q1e7m", "message": "msg_000000000008g0000000000001",
+	"delivery": "dlv_000000000000800000000000001jcv4007d6h724wz48z0m30br84g2q1e7m0", "message": "msg_000000000008g0000000000001",
 	"dead": "dl_06cv4007d6h724wz48z0m30br8", "key": "key_06cv4007d6h724wz48z0m30br8",
 }
 
