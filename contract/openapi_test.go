@@ -277,7 +277,9 @@ deleteGroup
 purgeDeadLetters has="success":true
 clearQueue has="success":true
 deleteQueue has="deleted":true
+putStream has="unkeyed_lanes":64
 publish message=results.0.id has="queued"
+putSubscription has="max_attempts":2
 receive delivery=messages.0.delivery_id has="attempt":1
 extendDeliveries has="ok":true
 nackDeliveries has="ok":true
@@ -289,7 +291,15 @@ redrive has="redriven":1
 traceMessage has="subscription":"mail"
 receive delivery=messages.0.delivery_id has="attempt":1
 ackDeliveries has="ok":true
-deleteLaneDeadLetters
+getStream has="24h"
+listStreams has="orders"
+getSubscription has="in_flight":1
+listSubscriptions has="mail"
+listLanes has="worker-1"
+seekSubscription has="lanes_moved":2
+deleteLaneDeadLetters has="deleted":0
+deleteSubscription has="deleted":true
+deleteStream has="deleted":true
 createProject has="payments"
 listProjects has="payments"
 createKey key=id has="secret":"fmq_
