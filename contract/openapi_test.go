@@ -210,7 +210,7 @@ var exampleIDs = map[string]string{
 // openapiStory calls every operation with its example. "has=" is in the answer; "x=path" puts what is there in the place of the example
 // id of x. A line with a method is a call in between.
 const openapiStory = `
-openapi
+openapi has="openapi": "3.1.1"
 health has="healthy"
 ready
 alive
