@@ -47,6 +47,7 @@ func (e *Engine) Clear(ctx context.Context, q *catalog.Queue, partition *string)
 		hints := make([]Hint, len(leased))
 		for i, c := range leased { // whoever holds hints back for one of these leases need not
 			e.held.drop(c.GroupID, c.PartitionID)
+			e.park.lookSome(c.GroupID, 1) // with a limit on what is in flight there is room now
 			hints[i] = Hint{Queue: q.ID, Group: c.GroupID, Partition: c.PartitionID}
 		}
 		if len(hints) > 0 && e.Announce != nil {

@@ -208,6 +208,35 @@ func TestClearLanes(t *testing.T) {
 	}
 }
 
+// TestClearMakesRoom: a lease that a clear ends makes room for another lane, at once.
+func TestClearMakesRoom(t *testing.T) {
+	t.Parallel()
+	b := start(t, dbtest.New(t), setup{recheck: slow})
+	q, g := b.subscribe("room.q", "mail", func(p *catalog.Policy) { p.MaxInFlight = 1 })
+	b.push("room.q", "a", item{payload: `"1"`})
+	b.push("room.q", "b", item{payload: `"2"`})
+	ls := b.receive(q, g, 1, soon)
+	if len(ls) != 1 {
+		t.Fatal("nothing received")
+	}
+	got := make(chan *groupcommit.Delivery, 1)
+	parked := background(t, func() error {
+		d, err := b.Receive(context.Background(), g, 1, 20*time.Second, "tester")
+		got <- d
+		return err
+	})
+	eventually(t, "the receive is parked", func() bool { return b.Parked() == 1 })
+	if _, _, err := b.Clear(t.Context(), q, &ls[0].key); err != nil {
+		t.Fatal(err)
+	}
+	if err := parked.wait(t, "the parked receive", soon); err != nil {
+		t.Fatal(err)
+	}
+	if d := <-got; d == nil {
+		t.Error("it got nothing")
+	}
+}
+
 // TestNackOfRemoved: a backoff for a message that retention has removed does not hold up the next ones, whether the nack
 // comes before or after.
 func TestNackOfRemoved(t *testing.T) {
