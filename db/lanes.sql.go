@@ -123,8 +123,8 @@ type LockGroupsParams struct {
 	Ids []int32
 }
 
-// Before a claim for subscriptions with max_in_flight, in a statement of its own: what the claim then counts is committed. The
-// only lock that a claim waits for, and whoever holds it waits for nothing any more. Not the group's row: those who seed it hold
+// Before a claim for subscriptions with max_in_flight, and before an extend, in a statement of its own: what the claim then counts is
+// committed. The only lock that a claim waits for, and whoever holds it waits for nothing any more. Not the group's row: those who seed it hold
 // that while they wait for partitions. The ids come sorted.
 func (q *Queries) LockGroups(ctx context.Context, arg LockGroupsParams) error {
 	_, err := q.db.Exec(ctx, LockGroups, arg.Ids)

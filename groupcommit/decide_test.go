@@ -342,7 +342,7 @@ func TestHeld(t *testing.T) {
 	if n := len(h.cursors(lease)); n != 2 {
 		t.Errorf("%d cursors", n)
 	}
-	if known, missed := h.settled(1, 1, 5, false); !known || missed {
+	if known, missed := h.settled(1, 1, lease, 5, false); !known || missed {
 		t.Error("a partial settle of a known batch")
 	}
 	if b, ok := h.get(1, 1, lease); !ok || b.committed != 5 {
@@ -351,10 +351,13 @@ func TestHeld(t *testing.T) {
 	if !h.live(1, 2) {
 		t.Error("not live")
 	}
-	if known, missed := h.settled(1, 2, 10, true); !known || !missed {
+	if known, _ := h.settled(1, 2, uuid.New(), 10, true); known || !h.live(1, 2) {
+		t.Error("a settle under another lease is not of this batch")
+	}
+	if known, missed := h.settled(1, 2, lease, 10, true); !known || !missed {
 		t.Error("the hint that was held back is lost")
 	}
-	if known, _ := h.settled(1, 2, 10, true); known {
+	if known, _ := h.settled(1, 2, lease, 10, true); known {
 		t.Error("settled twice")
 	}
 	if h.live(1, 2) {

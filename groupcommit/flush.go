@@ -105,26 +105,31 @@ func (f *flusher) flush(b *board) error {
 	if len(b.restores) > 0 {
 		batch.RestoreCursors(restoreParams(b.restores))
 	}
-	var extended []db.ExtendLeasesRow
-	var extendedLanes []db.ExtendLanesRow
-	leases, lanes := extendParams(b.extends)
-	if len(leases.Ns) > 0 {
-		batch.ExtendLeases(leases, &extended)
-	}
-	if len(lanes.Ns) > 0 {
-		batch.ExtendLanes(lanes, &extendedLanes)
-	}
-	var claimed []db.ClaimPartitionsRow
 	var limited []int32
 	for _, l := range lists {
 		if l.group.Limited() {
 			limited = append(limited, l.group.ID)
 		}
 	}
+	for _, x := range b.extends { // a claim must see the new end of a lease, or it has ended for the claim and goes on
+		if x.limited {
+			limited = append(limited, x.group)
+		}
+	}
+	var extended []db.ExtendLeasesRow
+	var extendedLanes []db.ExtendLanesRow
+	leases, lanes := extendParams(b.extends)
+	if len(leases.Ns) > 0 {
+		batch.ExtendLeases(leases, &extended)
+	}
 	if len(limited) > 0 {
 		slices.Sort(limited)
-		batch.LockGroups(db.LockGroupsParams{Ids: limited})
+		batch.LockGroups(db.LockGroupsParams{Ids: slices.Compact(limited)})
 	}
+	if len(lanes.Ns) > 0 {
+		batch.ExtendLanes(lanes, &extendedLanes)
+	}
+	var claimed []db.ClaimPartitionsRow
 	if len(claims) > 0 {
 		batch.ClaimPartitions(claimParams, &claimed)
 	}

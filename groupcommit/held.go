@@ -141,13 +141,14 @@ func (h *holding) extended(group int32, partition int64, until time.Time) {
 }
 
 // settled notes where a settle left the cursor. known: the batch was delivered here. missed: a hint was held back because of it,
-// perhaps about something that the settle did not see.
-func (h *holding) settled(group int32, partition int64, committed int64, released bool) (known, missed bool) {
+// perhaps about something that the settle did not see. What is remembered under another lease than the settle's, if it asked for one, is
+// older, and another broker's word that it is over on its way, or newer: whoever delivered this batch has to be told.
+func (h *holding) settled(group int32, partition int64, lease uuid.UUID, committed int64, released bool) (known, missed bool) {
 	h.mu.Lock()
 	defer h.mu.Unlock()
 	k := cursorKey{group, partition}
 	n := h.find(k)
-	if n == nil {
+	if n == nil || lease != uuid.Nil && n.lease != lease {
 		return false, false
 	}
 	missed = n.missed

@@ -155,7 +155,7 @@ func (e *Engine) lanesOf(ctx context.Context, g *catalog.Group, ds []*Delivered)
 func (e *Engine) ExtendLanes(ctx context.Context, g *catalog.Group, ds []*Delivered, seconds int32) error {
 	extends := make([]*extend, len(ds))
 	for i, d := range ds {
-		x := &extend{group: g.ID, partition: d.Partition, lease: d.Lease, seconds: seconds, lane: true, done: make(chan struct{})}
+		x := &extend{group: g.ID, partition: d.Partition, lease: d.Lease, seconds: seconds, lane: true, limited: g.Limited(), done: make(chan struct{})}
 		extends[i] = x
 		if !e.dock.enter(uint64(g.ID), func(b *board) { b.extends = append(b.extends, x) }) {
 			x.finish(ErrClosed)
@@ -227,6 +227,9 @@ func (e *Engine) lookAgain(c *claim, settled *sync.WaitGroup) {
 	go func() {
 		defer e.sideWork.Done()
 		settled.Wait()
+		if c.group.Lanes != nil { // what comes next of these lanes was settled by nobody yet
+			c.lease = newLease(c.group.ID)
+		}
 		e.boardClaim(c)
 	}()
 }

@@ -118,7 +118,7 @@ func (s *settle) apply(e *Engine, r db.SettleCursorsRow) {
 	if s.Outcome == outFiled {
 		e.Metrics.Add(s.group.QueueID, metrics.DeadLetters, 1)
 	}
-	known, missed := e.held.settled(s.group.ID, s.row.ID, s.Committed, s.Released)
+	known, missed := e.held.settled(s.group.ID, s.row.ID, s.Lease, s.Committed, s.Released)
 	s.foreign, s.missed = !known, missed
 	e.due(s.DueMs)
 }
@@ -292,6 +292,7 @@ type extend struct {
 	lease     uuid.UUID
 	seconds   int32
 	lane      bool // the end is set, not only put off
+	limited   bool // of a subscription with a limit on what is in flight
 
 	also  []*extend // the same lease on the same cursor: one row cannot be updated twice in one statement
 	until time.Time // zero: the lease had ended

@@ -132,7 +132,9 @@ with list as materialized (
     -- A span ends before the segment that would make it too large to hold in memory.
     select d.*, least(d.wanted, b.stop - d.start_offset)::bigint as take
     from (
-        select e.*, least(e.available, e.budget - e.used)::bigint as wanted, case when e.lease_seconds > 0 then e.lease_seconds else e.lease_time end as seconds
+        select e.*, least(e.available, e.budget - e.used)::bigint as wanted,
+               case when e.exhausted then least(e.lease_time, 30) -- for the broker: if it dies, the next one files the dead letter
+                    when e.lease_seconds > 0 then e.lease_seconds else e.lease_time end as seconds
         from dealt e
         where e.used < e.budget
     ) d
@@ -168,7 +170,7 @@ with list as materialized (
                 else (select s.created_at from ferrymq.segments s where s.partition_id = k.partition_id and s.base_offset <= k.start_offset
                       order by s.base_offset desc limit 1) + k.delayed_processing * interval '1 second' end,
            exists (select from drained d where d.id = k.partition_id and d.group_id = k.group_id),
-           k.expired, k.lanes, false, k.attempts, k.expired, null, k.consumer, k.lease_until
+           k.lanes and k.lease_until > '-infinity', k.lanes, false, k.attempts, k.expired, null, k.consumer, k.lease_until
     from looked k
     where k.available <= 0
 ), changed as (
@@ -177,7 +179,7 @@ with list as materialized (
                          when h.claimed or h.drained then h.start_offset else c.committed end,
         lease_id = case when h.claimed and not h.auto_ack then h.lease_id when not h.claimed and not h.drained then c.lease_id end,
         lease_until = case when h.claimed and not h.auto_ack then clock_timestamp() + h.seconds * interval '1 second'
-                           when h.ended then '-infinity'
+                           when h.ended and not h.drained then '-infinity' -- judged, counted or not, and not again
                            when not h.claimed and not h.drained then c.lease_until end,
         batch_end = case when h.claimed and not h.auto_ack then h.start_offset + h.take when not h.claimed and not h.drained then c.batch_end end,
         not_before = h.due,

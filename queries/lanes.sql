@@ -1,6 +1,6 @@
 -- name: LockGroups :exec
--- Before a claim for subscriptions with max_in_flight, in a statement of its own: what the claim then counts is committed. The
--- only lock that a claim waits for, and whoever holds it waits for nothing any more. Not the group's row: those who seed it hold
+-- Before a claim for subscriptions with max_in_flight, and before an extend, in a statement of its own: what the claim then counts is
+-- committed. The only lock that a claim waits for, and whoever holds it waits for nothing any more. Not the group's row: those who seed it hold
 -- that while they wait for partitions. The ids come sorted.
 select pg_advisory_xact_lock(1179805009, g.id::int)
 from unnest(@ids::int[]) as g (id);
