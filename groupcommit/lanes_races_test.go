@@ -32,7 +32,7 @@ func (b *broker) expire(g *catalog.Group) {
 	exec(b.t, b.Pool, `update ferrymq.in_flight set lease_until = clock_timestamp() - interval '1 millisecond' where group_id = $1 and lease_until > clock_timestamp()`, g.ID)
 }
 
-// settled settles one delivery and says what became of it.
+// settleOne settles one delivery and says what became of it.
 func (b *broker) settleOne(how string, g *catalog.Group, l *lane) error {
 	d := l.Delivered
 	ds, err := []*groupcommit.Delivered{&d}, error(nil)
