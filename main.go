@@ -319,7 +319,7 @@ func start(ctx context.Context, c *Config, log *slog.Logger, pool, flights *pgxp
 		Announce: func(h []groupcommit.Hint) { bus.Announce(h) },
 		Alone:    func() bool { return bus.Alone() },
 	})
-	bus = wake.Open(wake.Options{Conn: conn, Log: log, OnHint: b.engine.Hint, OnQueue: b.engine.QueueChanged, OnLost: b.engine.LookAll})
+	bus = wake.Open(wake.Options{Conn: conn, Log: log, OnHint: b.engine.Hint, OnQueue: b.engine.QueueChanged, OnMove: b.engine.LookOutbox, OnLost: b.engine.LookAll})
 	b.bus = bus
 	b.metrics = api.Metrics
 	b.metrics.Project, b.metrics.Parked = project, b.engine.ParkedPops

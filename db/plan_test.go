@@ -299,7 +299,7 @@ func bigWorld(t testing.TB) *world {
 	}
 	fill(t, tx, bigPartitions, bigSegments, bigQueues, bigPending)
 	check(t, tx.Commit(t.Context()))
-	w.exec("analyze ferrymq.partitions, ferrymq.segments, ferrymq.cursors, ferrymq.queues, ferrymq.groups, ferrymq.dead_letters, ferrymq.lane_events, ferrymq.jobs, ferrymq.leases, ferrymq.discovery_groups, ferrymq.retired_keys, ferrymq.traces, ferrymq.trace_names, ferrymq.projects, ferrymq.api_keys")
+	w.exec("analyze ferrymq.partitions, ferrymq.segments, ferrymq.cursors, ferrymq.queues, ferrymq.groups, ferrymq.dead_letters, ferrymq.lane_events, ferrymq.jobs, ferrymq.leases, ferrymq.discovery_groups, ferrymq.retired_keys, ferrymq.traces, ferrymq.trace_names, ferrymq.projects, ferrymq.api_keys, ferrymq.outbox, ferrymq.outbox_places")
 	return w
 }
 
@@ -340,6 +340,9 @@ func fill(t testing.TB, tx pgx.Tx, partitions, segments, queues, pending int) {
 		"update ferrymq.partitions set empty_since = now() - (id % 60) * interval '1 day' where id % 200 = 6",
 		"insert into ferrymq.retired_keys select i % 5000, i, 1, now(), now() + (i % 100 - 2) * interval '1 minute', '00000000-0000-7000-8000-000000000000', '0123456789abcdef' from generate_series(1, 10000) i",
 		"update ferrymq.queues set remind_at = now() + (id % 100 - 3) * interval '1 minute'",
+		"insert into ferrymq.outbox (project_id, queue_id, stream, key, due_at, payload) select 1, 1 + i % 1000, 's', 'k' || i, now() + (i - 100) * interval '1 second', '1' from generate_series(1, 50000) i",
+		"insert into ferrymq.outbox (project_id, queue_id, stream, key, payload) select 1, 1 + i % 1000, 's', 'k' || i, '1' from generate_series(1, 5000) i",
+		"insert into ferrymq.outbox_places (id, partition_id, message_offset, moved_at) select i, i, 0, now() - i * interval '1 hour' from generate_series(1, 20000) i",
 		"set local session_replication_role = origin",
 	} {
 		if _, err := tx.Exec(t.Context(), s); err != nil {
@@ -359,7 +362,7 @@ func TestPlans(t *testing.T) {
 	t.Logf("data set built in %v", time.Since(began).Round(time.Millisecond))
 	all := statements(w)
 	for _, more := range []func(*world) map[string]statement{groupStatements, transactionStatements, messageStatements, retentionStatements, systemStatements,
-		statsStatements, activityStatements, laneStatements, keyStatements, deadStatements, v1AdminStatements} {
+		statsStatements, activityStatements, laneStatements, keyStatements, deadStatements, v1AdminStatements, outboxStatements} {
 		maps.Copy(all, more(w))
 	}
 	texts := generated(t)

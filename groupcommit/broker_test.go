@@ -92,7 +92,7 @@ func start(t testing.TB, dsn string, s setup) *broker {
 		if err != nil {
 			t.Fatal(err)
 		}
-		b.bus = wake.Open(wake.Options{Conn: conn, Log: log, OnHint: b.Hint, OnQueue: b.QueueChanged, OnLost: b.LookAll})
+		b.bus = wake.Open(wake.Options{Conn: conn, Log: log, OnHint: b.Hint, OnQueue: b.QueueChanged, OnMove: b.LookOutbox, OnLost: b.LookAll})
 		close(opened)
 		b.maintainer = &maintain.Maintainer{Pool: pool, Log: log, Engine: b.Engine, Bus: b.bus, Name: "test",
 			RetentionInterval: s.sweep, RetentionBatch: 100, CleanupDays: 1}

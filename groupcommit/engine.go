@@ -117,6 +117,7 @@ type Engine struct {
 	sideWork sync.WaitGroup
 	sideRoom chan struct{} // side lanes and transactions may hold so many connections
 	turns    turns
+	mover    mover
 	transact atomic.Int64      // when a transaction began last, in Unix seconds
 	reading  [lanes]sync.Mutex // by partition: the memory of ids is completed by one at a time
 }
@@ -143,13 +144,15 @@ func New(o Options) *Engine {
 	e.park = newParking(e)
 	e.held = newHolding()
 	e.dock = newDock()
+	e.mover.kick = make(chan time.Duration, 16)
 	for range max(o.Width, 1) {
 		e.workers.Add(1)
 		go (&flusher{e: e}).run()
 	}
-	e.workers.Add(2)
+	e.workers.Add(3)
 	go e.recheckLoop()
 	go e.promoteLoop()
+	go e.moveLoop()
 	return e
 }
 

@@ -122,7 +122,8 @@ type entry struct {
 	public    uuid.UUID
 	pushes    []*Push
 	keyed     bool
-	expected  int64 // tail the deduplication was judged at, or -1
+	known     map[segment.Key]Pushed // of a move: ids that are stored already
+	expected  int64                  // tail the deduplication was judged at, or -1
 	total     int64
 	parts     []part
 

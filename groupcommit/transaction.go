@@ -280,7 +280,10 @@ func (c *cargo) store(ctx context.Context, q *db.Queries, cursors lockSet) error
 	c.stored, c.created = c.stored[:0], nil
 	for _, n := range c.entries {
 		if !n.queue.EncryptionEnabled || c.e.Keys != nil {
-			n.build(c.e, &c.scratch, nil)
+			n.build(c.e, &c.scratch, n.known)
+			if n.total == 0 { // all of it is there already
+				n.base, n.createdAt = c.tails[n.row.ID], c.e.Now()
+			}
 			c.stored = append(c.stored, n)
 		}
 	}
@@ -295,7 +298,7 @@ func (c *cargo) store(ctx context.Context, q *db.Queries, cursors lockSet) error
 			byID[r.ID] = r
 		}
 		for _, n := range c.stored {
-			if n.row == nil {
+			if n.row == nil || n.total == 0 {
 				continue
 			}
 			r, ok := byID[n.row.ID]

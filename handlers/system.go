@@ -39,6 +39,7 @@ func (a *API) SetMaintenance(e *groupcommit.Engine, s db.SystemGetRow) {
 	if a.switches.push.Swap(s.PushMaintenance) != s.PushMaintenance {
 		a.Log.Warn("push maintenance", "on", s.PushMaintenance)
 	}
+	e.PauseMoves(s.PushMaintenance)
 	if a.switches.pop.Load() != s.PopMaintenance {
 		a.Log.Warn("pop maintenance", "on", s.PopMaintenance)
 	}

@@ -55,6 +55,20 @@ func decodeMessageID(s string) (partition, offset int64, ok bool) {
 	return partition, offset, partition > 0 && offset >= 0
 }
 
+// appendScheduledID is the id of a delayed message, which has no place yet: its number, in place of a partition and negative.
+func appendScheduledID(dst []byte, number int64) []byte {
+	return appendID(dst, messagePrefix, placeOf(-number, 0))
+}
+
+func decodeScheduledID(s string) (number int64, ok bool) {
+	raw, ok := decodeID(s, messagePrefix, 16)
+	if !ok {
+		return 0, false
+	}
+	number = -int64(binary.BigEndian.Uint64(raw))
+	return number, number > 0 && binary.BigEndian.Uint64(raw[8:]) == 0
+}
+
 // tag makes a delivery id something that only a broker of this installation can have issued.
 func (a *API) tag(raw []byte) []byte {
 	m := hmac.New(sha256.New, a.Secret[:])

@@ -4,9 +4,12 @@ import (
 	"errors"
 	"math/rand/v2"
 	"net/http"
+	"time"
 
 	"ferrymq/catalog"
+	"ferrymq/db"
 	"ferrymq/groupcommit"
+	"ferrymq/metrics"
 	"ferrymq/segment"
 )
 
@@ -20,7 +23,14 @@ type outgoing struct {
 	id      string  // "": minted
 	payload []byte
 	headers []byte
+	delay   time.Duration
+
+	number int64 // of a delayed one that is stored
+	err    error // of one that is not
 }
+
+// maxDelay is how far ahead a message may be published.
+const maxDelay = 365 * 24 * time.Hour
 
 func readPublish(body []byte) (all []outgoing, err error) {
 	seen := false
@@ -72,6 +82,15 @@ func readOutgoing(d *document) (m outgoing, err error) {
 			if string(m.headers) == "{}" {
 				m.headers = nil
 			}
+		case "delay":
+			text, err := d.optionalText()
+			if text == nil || err != nil {
+				return err
+			}
+			var ok bool
+			if m.delay, ok = parseDuration(*text); !ok || m.delay > maxDelay {
+				return bad("invalid %s: must be a duration from 0s to %s", d.path, formatDuration(maxDelay))
+			}
 		default:
 			err = d.skip()
 		}
@@ -121,7 +140,15 @@ func (a *API) publish(w http.ResponseWriter, r *request) error {
 	if len(all) == 0 {
 		return a.write(w, http.StatusOK, []byte(`{"results":[]}`))
 	}
-	carriages, err := a.load(r, p, q, all)
+	now, later := make([]int, 0, len(all)), []int(nil)
+	for i := range all {
+		if all[i].delay > 0 {
+			later = append(later, i)
+		} else {
+			now = append(now, i)
+		}
+	}
+	carriages, err := a.load(r, p, q, all, now)
 	if err != nil {
 		return a.databaseError(r, err, "publish failed")
 	}
@@ -139,12 +166,68 @@ func (a *API) publish(w http.ResponseWriter, r *request) error {
 			return p.missing("stream", name)
 		}
 	}
+	if err := a.schedule(r, p, q, all, later, carriages); err != nil {
+		return p.missing("stream", name)
+	}
 	return a.answerPublish(w, all, carriages)
+}
+
+// schedule stores the delayed messages of a publish, all or none, but none of a key whose other messages were refused. Its error says that
+// the project is gone.
+func (a *API) schedule(r *request, p *project, q *catalog.Queue, all []outgoing, later []int, carriages []*carriage) error {
+	refused := make(map[string]error)
+	for _, c := range carriages {
+		if key := all[c.messages[0]].key; key != nil && c.push.Err != nil {
+			refused[*key] = c.push.Err
+		}
+	}
+	var these []int
+	var messages []groupcommit.Scheduled
+	for _, i := range later {
+		m := &all[i]
+		if m.key != nil && refused[*m.key] != nil {
+			m.err = refused[*m.key]
+			continue
+		}
+		these = append(these, i)
+		messages = append(messages, groupcommit.Scheduled{Key: m.key, Delay: m.delay, Message: m.message(r)})
+	}
+	if len(these) == 0 {
+		return nil
+	}
+	numbers, err := r.engine.Schedule(r.Context(), q, messages)
+	for range 3 {
+		if !errors.Is(err, catalog.ErrGone) {
+			break
+		}
+		p.ForgetQueue(q.Name)
+		if q, err = p.EnsureStream(r.Context(), q.Name); err != nil {
+			break
+		}
+		numbers, err = r.engine.Schedule(r.Context(), q, messages)
+	}
+	if errors.Is(err, catalog.ErrNoProject) {
+		return err
+	}
+	if err != nil && !errors.Is(err, groupcommit.ErrNoKey) {
+		a.Metrics.Total(metrics.DatabaseErrors, 1)
+		a.Log.Error("publish failed", "path", r.URL.Path, "error", db.Text(err))
+	}
+	for n, i := range these {
+		if all[i].err = err; err == nil {
+			all[i].number = numbers[n]
+		}
+	}
+	return nil
+}
+
+func (m *outgoing) message(r *request) segment.Message {
+	return segment.Message{TransactionID: m.id, Payload: m.payload, Headers: m.headers, ProducerSub: r.sub}
 }
 
 // load sorts the messages of a publish by key; those without one are spread over the hidden lanes, and those of them that
 // bring an id go where that id always goes, so that it is found again.
-func (a *API) load(r *request, p *project, q *catalog.Queue, all []outgoing) ([]*carriage, error) {
+func (a *API) load(r *request, p *project, q *catalog.Queue, all []outgoing, now []int) ([]*carriage, error) {
 	type place struct {
 		hidden bool
 		key    string
@@ -153,7 +236,7 @@ func (a *API) load(r *request, p *project, q *catalog.Queue, all []outgoing) ([]
 	var order []place
 	byPlace := make(map[place]*carriage)
 	turn := rand.Int32N(q.UnkeyedLanes)
-	for i := range all {
+	for _, i := range now {
 		m := &all[i]
 		at := place{hidden: m.key == nil}
 		switch {
@@ -200,7 +283,7 @@ func (a *API) load(r *request, p *project, q *catalog.Queue, all []outgoing) ([]
 			c.push.Partition, named = named[0], named[1:]
 		}
 		for k, i := range c.messages {
-			c.push.Messages[k] = segment.Message{TransactionID: all[i].id, Payload: all[i].payload, Headers: all[i].headers, ProducerSub: r.sub}
+			c.push.Messages[k] = all[i].message(r)
 		}
 		carriages[n] = c
 	}
@@ -215,13 +298,21 @@ func (a *API) answerPublish(w http.ResponseWriter, all []outgoing, carriages []*
 	}
 	where := make([]outcome, len(all))
 	decided, unavailable := false, false
-	for _, c := range carriages {
-		switch err := c.push.Err; {
+	judge := func(err error) {
+		switch {
 		case err == nil, errors.Is(err, groupcommit.ErrFull), errors.Is(err, groupcommit.ErrNoKey):
 			decided = true
 		case errors.Is(err, groupcommit.ErrNoConnection), errors.Is(err, groupcommit.ErrUnknown), errors.Is(err, groupcommit.ErrClosed):
 			unavailable = true
 		}
+	}
+	for i := range all {
+		if all[i].delay > 0 {
+			judge(all[i].err)
+		}
+	}
+	for _, c := range carriages {
+		judge(c.push.Err)
 		for n, i := range c.messages {
 			where[i] = outcome{c, n}
 		}
@@ -237,10 +328,19 @@ func (a *API) answerPublish(w http.ResponseWriter, all []outgoing, carriages []*
 		if i > 0 {
 			b = append(b, ',')
 		}
-		push := where[i].c.push
-		if push.Err != nil {
-			b = quote(append(b, `{"id":null,"status":"failed","error":`...), pushError(push.Err))
+		var push *groupcommit.Push
+		err := all[i].err
+		if all[i].delay == 0 {
+			push = where[i].c.push
+			err = push.Err
+		}
+		if err != nil {
+			b = quote(append(b, `{"id":null,"status":"failed","error":`...), pushError(err))
 			b = append(b, '}')
+			continue
+		}
+		if push == nil {
+			b = append(appendScheduledID(append(b, `{"id":"`...), all[i].number), `","status":"queued"}`...)
 			continue
 		}
 		res := push.Results[where[i].n]

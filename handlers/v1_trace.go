@@ -71,9 +71,25 @@ func (a *API) laneTrace(w http.ResponseWriter, r *request) error {
 		return badName("message id", maxName)
 	}
 	missing := p.missingMessage(r.params[0])
-	partition, offset, ok := decodeMessageID(r.params[0])
-	if !ok || p.Catalog == nil {
+	id := r.params[0]
+	partition, offset, ok := decodeMessageID(id)
+	number, delayed := decodeScheduledID(id)
+	if !ok && !delayed || p.Catalog == nil {
 		return missing
+	}
+	if delayed {
+		at, err := a.queries.OutboxFind(r.Context(), db.OutboxFindParams{ID: number, ProjectID: p.Project()})
+		if errors.Is(err, pgx.ErrNoRows) {
+			return missing
+		}
+		if err != nil {
+			return a.databaseError(r, err, "query failed")
+		}
+		if at.PartitionID == 0 { // it is not due
+			return a.reply(w, http.StatusOK, messageTrace{ID: id, Stream: at.Stream, Project: p.name, Key: at.Key})
+		}
+		partition, offset = at.PartitionID, at.MessageOffset
+		id = string(appendMessageID(nil, partition, offset))
 	}
 	m, err := a.queries.TraceMessage(r.Context(), db.TraceMessageParams{ProjectID: p.Project(), PartitionID: partition, MessageOffset: offset})
 	if errors.Is(err, pgx.ErrNoRows) {
@@ -97,7 +113,7 @@ func (a *API) laneTrace(w http.ResponseWriter, r *request) error {
 	if !m.Stored && len(events)+len(dead) == 0 {
 		return missing
 	}
-	t := messageTrace{ID: r.params[0], Stream: m.Stream, Project: p.name}
+	t := messageTrace{ID: id, Stream: m.Stream, Project: p.name}
 	if !m.Hidden {
 		t.Key = &m.Name
 	}

@@ -119,6 +119,7 @@ func (m *Maintainer) beat() {
 		}
 		m.Bus.Others(beat.Others > 0)
 		m.Engine.SetNow(beat.Now)
+		m.Engine.SetPeers(beat.Others)
 		if m.Switches != nil {
 			s, err := m.q.SystemGet(ctx)
 			if err != nil {
@@ -271,6 +272,18 @@ func (m *Maintainer) removeQueue(ctx context.Context, queue int32, next func() e
 			break
 		}
 	}
+	for {
+		n, err := m.q.OutboxRemoveQueue(ctx, db.OutboxRemoveQueueParams{QueueID: queue, Max: segmentChunk})
+		if err != nil {
+			return err
+		}
+		if n < segmentChunk {
+			break
+		}
+		if err := next(); err != nil {
+			return err
+		}
+	}
 	// Together: if a late creator's partition keeps the queue, its groups stay too, and with them what finds its cursors.
 	return pgx.BeginFunc(ctx, db.Patient{Pool: m.Pool}, func(tx pgx.Tx) error {
 		q := m.q.WithTx(tx)
@@ -299,6 +312,12 @@ func (m *Maintainer) expireTraces(ctx context.Context) error {
 	for n := int64(1); n > 0; {
 		var err error
 		if n, err = m.q.LaneEventsExpire(ctx, db.LaneEventsExpireParams{Max: segmentChunk}); err != nil {
+			return err
+		}
+	}
+	for n := int64(1); n > 0; {
+		var err error
+		if n, err = m.q.OutboxPlacesExpire(ctx, db.OutboxPlacesExpireParams{Max: segmentChunk}); err != nil {
 			return err
 		}
 	}

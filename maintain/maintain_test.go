@@ -44,7 +44,7 @@ func broker(t *testing.T, dsn string) *Maintainer {
 	if err != nil {
 		t.Fatal(err)
 	}
-	bus := wake.Open(wake.Options{Conn: conn, Log: log, OnHint: e.Hint, OnQueue: e.QueueChanged, OnLost: e.LookAll})
+	bus := wake.Open(wake.Options{Conn: conn, Log: log, OnHint: e.Hint, OnQueue: e.QueueChanged, OnMove: e.LookOutbox, OnLost: e.LookAll})
 	t.Cleanup(bus.Close)
 	return &Maintainer{Pool: pool, Log: log, Engine: e, Bus: bus, Name: "test"}
 }

@@ -34,6 +34,7 @@ type Options struct {
 
 	OnHint  func(Hint)     // another broker has something for parked pops
 	OnQueue func(id int32) // another broker configured or deleted a queue
+	OnMove  func()         // something was published from a transaction of its own
 	OnLost  func()         // hints may have been lost: look at everything once
 }
 
@@ -197,15 +198,21 @@ func (b *Bus) listen(ctx context.Context, conn *pgx.Conn) error {
 	}
 }
 
-// receive reads a payload: the sender, then words. A word is "*" (look at everything), "q<id>" (queue changed)
+// receive reads a payload: the sender, then words. A word is "*" (look at everything), "o" (look at the outbox), "q<id>" (queue changed)
 // or "<queue>.<group>.<partition>".
 func (b *Bus) receive(payload string) {
 	words := strings.Fields(payload)
 	if len(words) == 0 || words[0] == b.self {
 		return
 	}
-	b.Others(true)
+	if words[0] != "-" { // of no broker: ferrymq.publish
+		b.Others(true)
+	}
 	for _, w := range words[1:] {
+		if w == "o" {
+			b.o.OnMove()
+			continue
+		}
 		if w == "*" {
 			b.o.OnLost()
 			continue
