@@ -690,11 +690,9 @@ func TestThreeStartAtOnce(t *testing.T) {
 		url := p.ready(t)
 		p.must(t, 201, "POST", url+"/api/v1/push", `{"items":[{"queue":"q","payload":1}]}`)
 	}
-	// Each once, up to the last. Their numbers have gaps.
-	var last, twice int64
-	if err := dbtest.Pool(t, dsn, 1).QueryRow(t.Context(), "select max(v.version_id), count(*) - count(distinct v.version_id) from ferrymq.schema_version v").
-		Scan(&last, &twice); err != nil || last != schema.Known() || twice != 0 {
-		t.Errorf("migrated to %d, %d applied twice (%v)", last, twice, err)
+	var n int64
+	if err := dbtest.Pool(t, dsn, 1).QueryRow(t.Context(), "select count(*) from ferrymq.schema_version v where v.version_id > 0").Scan(&n); err != nil || n != schema.Known() {
+		t.Errorf("%d migrations applied (%v)", n, err)
 	}
 }
 

@@ -66,4 +66,16 @@ create index dead_letters_signature on ferrymq.dead_letters (group_id, signature
 alter table ferrymq.segments add column only_group int;
 
 -- +goose Down
-drop schema ferrymq cascade;
+delete from ferrymq.cursors c using ferrymq.groups g where g.kind = 1 and c.group_id = g.id;
+delete from ferrymq.dead_letters d using ferrymq.groups g where g.kind = 1 and d.group_id = g.id;
+delete from ferrymq.groups where kind = 1;
+alter table ferrymq.segments drop column only_group;
+drop index ferrymq.dead_letters_signature;
+alter table ferrymq.dead_letters drop column signature, drop column first_failed_at, drop column consumer;
+drop table ferrymq.lane_events, ferrymq.in_flight;
+alter table ferrymq.cursors drop column attempts, drop column leased_at, drop column settled, drop column consumer;
+alter table ferrymq.groups drop column project_id, drop column lease_seconds, drop column max_attempts, drop column backoff_initial,
+    drop column backoff_multiplier, drop column backoff_max, drop column count_expired_leases, drop column max_in_flight, drop column paused,
+    drop column trace_full, drop column updated_at;
+alter table ferrymq.installation drop column secret;
+alter table ferrymq.queues drop column unkeyed_lanes, drop column id_lanes;
