@@ -342,7 +342,7 @@ func fill(t testing.TB, tx pgx.Tx, partitions, segments, queues, pending int) {
 		"update ferrymq.queues set remind_at = now() + (id % 100 - 3) * interval '1 minute'",
 		"insert into ferrymq.outbox (project_id, queue_id, stream, key, due_at, payload) select 1, 1 + i % 1000, 's', 'k' || i, now() + (i - 100) * interval '1 second', '1' from generate_series(1, 50000) i",
 		"insert into ferrymq.outbox (project_id, queue_id, stream, key, payload) select 1, 1 + i % 1000, 's', 'k' || i, '1' from generate_series(1, 5000) i",
-		"insert into ferrymq.outbox_places (id, partition_id, message_offset, moved_at) select i, i, 0, now() - i * interval '1 hour' from generate_series(1, 20000) i",
+		"insert into ferrymq.outbox_places (id, partition_id, message_offset, moved_at) select i, i, 0, now() - i * interval '1 hour' from generate_series(1, 20000) i on conflict do nothing",
 		"set local session_replication_role = origin",
 	} {
 		if _, err := tx.Exec(t.Context(), s); err != nil {
