@@ -12,6 +12,173 @@ import (
 	"github.com/google/uuid"
 )
 
+const ClaimHinted = `-- name: ClaimHinted :many
+with taken as materialized (
+    -- A span ends before the segment that would make it too large to hold in memory.
+    select d.slot_no, d.group_id, d.partition_id, d.lease_id, d.auto_ack, d.frames, d.seconds, d.at, d.public_id, d.name, d.hidden, d.start_offset, d.next_offset,
+           case when d.wanted = 1 then 1 else least(d.wanted, (
+               select min(x.base_offset)
+               from (
+                   select g.base_offset, sum(octet_length(g.frames)) over (order by g.base_offset) - octet_length(g.frames) as before
+                   from ferrymq.segments g
+                   where g.partition_id = d.partition_id
+                     and g.base_offset >= (select b.base_offset from ferrymq.segments b where b.partition_id = d.partition_id and b.base_offset <= d.start_offset
+                                           order by b.base_offset desc limit 1)
+                     and g.base_offset < d.start_offset + d.wanted
+               ) x
+               where x.before > $1::bigint
+           ) - d.start_offset) end::bigint as take
+    from (
+        select s.slot_no::int as slot_no, s.group_id::int as group_id, s.partition_id::bigint as partition_id, s.lease_id::uuid as lease_id, s.auto_ack::boolean as auto_ack,
+               s.frames::boolean as frames, case when s.lease_seconds::int > 0 then s.lease_seconds::int else g.lease_time end as seconds,
+               c.at, p.public_id, p.name, p.hidden, greatest(c.committed, p.first_offset) as start_offset, p.next_offset,
+               least(p.next_offset - greatest(c.committed, p.first_offset), s.budget::bigint) as wanted
+        from rows from (unnest($2::int[]), unnest($3::int[]), unnest($4::bigint[]), unnest($5::uuid[]), unnest($6::bigint[]),
+                        unnest($7::int[]), unnest($8::boolean[]), unnest($9::boolean[]))
+             as s (slot_no, group_id, partition_id, lease_id, budget, lease_seconds, auto_ack, frames)
+        cross join lateral (
+            select q.lease_time
+            from ferrymq.groups x
+            join ferrymq.queues q on q.id = x.queue_id and q.deleted_at is null and q.delayed_processing = 0 and q.window_buffer = 0
+            where x.id = s.group_id::int and x.deleted_at is null and x.kind = 0
+            offset 0
+        ) g
+        cross join lateral (
+            -- By the primary key, which a cursor enters once: the index of what is pending has a dead entry for each time this one has drained.
+            -- PostgreSQL 18 would take that one, if it saw that it could.
+            select x.ctid::tid as at, x.committed from ferrymq.cursors x
+            where x.group_id = s.group_id::int and x.partition_id >= s.partition_id::bigint and x.partition_id <= s.partition_id::bigint
+              and x.pending::int = 1 and x.not_before is null and (x.lease_until is null or x.lease_until < clock_timestamp())
+            order by x.partition_id desc limit 1
+            for no key update skip locked
+        ) c
+        cross join lateral (
+            select x.public_id, x.name, x.hidden, x.next_offset, x.first_offset from ferrymq.partitions x
+            where x.id >= s.partition_id::bigint and x.id <= s.partition_id::bigint
+            order by x.id desc limit 1
+        ) p
+        where p.next_offset > greatest(c.committed, p.first_offset)
+        offset 0
+    ) d
+), changed as (
+    -- One that moved between this statement's snapshot and the lock is not where it was: it is passed over, and whoever moved it wakes whom
+    -- he leaves work for.
+    update ferrymq.cursors c
+    set committed = case when t.auto_ack then t.start_offset + t.take else t.start_offset end,
+        lease_id = case when not t.auto_ack then t.lease_id end,
+        lease_until = case when not t.auto_ack then clock_timestamp() + t.seconds * interval '1 second' end,
+        batch_end = case when not t.auto_ack then t.start_offset + t.take end
+    from taken t
+    where c.ctid = t.at
+    returning t.slot_no, t.partition_id, t.frames, t.seconds, t.public_id, t.name, t.hidden, t.start_offset, t.next_offset, t.take
+)
+select t.slot_no::int as slot_no, t.partition_id::bigint as partition_id, t.public_id::uuid as public_id, t.name::text as name,
+       t.start_offset::bigint as start_offset, t.take::bigint as take, t.next_offset::bigint as next_offset, (t.seconds * 1000::bigint)::bigint as lease_ms,
+       t.hidden::boolean as hidden, coalesce(s.only_group, 0)::int as only_group, now()::timestamptz as claimed_at, s.base_offset::bigint as base_offset, s.count::int as count,
+       s.key_no::smallint as key_no, s.codec::smallint as codec, s.created_at::timestamptz as created_at, s.first_id::uuid as first_id,
+       s.keys::bytea as keys, (case when t.frames then s.frames end)::bytea as frames
+from changed t
+cross join lateral (
+    (select g.base_offset, g.count, g.key_no, g.codec, g.created_at, g.first_id, g.keys, g.frames, g.only_group
+     from ferrymq.segments g
+     where g.partition_id = t.partition_id and g.base_offset <= t.start_offset
+     order by g.base_offset desc limit 1)
+    union all
+    select g.base_offset, g.count, g.key_no, g.codec, g.created_at, g.first_id, g.keys, g.frames, g.only_group
+    from ferrymq.segments g
+    where t.take > 1 and g.partition_id = t.partition_id and g.base_offset > t.start_offset and g.base_offset < t.start_offset + t.take
+) s
+order by t.slot_no, s.base_offset
+`
+
+type ClaimHintedParams struct {
+	SpanBytes  int64
+	SlotNos    []int32
+	Groups     []int32
+	Partitions []int64
+	Leases     []uuid.UUID
+	Budgets    []int64
+	Seconds    []int32
+	AutoAcks   []bool
+	Frames     []bool
+}
+
+type ClaimHintedRow struct {
+	SlotNo      int32
+	PartitionID int64
+	PublicID    uuid.UUID
+	Name        string
+	StartOffset int64
+	Take        int64
+	NextOffset  int64
+	LeaseMs     int64
+	Hidden      bool
+	OnlyGroup   int32
+	ClaimedAt   time.Time
+	BaseOffset  int64
+	Count       int32
+	KeyNo       int16
+	Codec       int16
+	CreatedAt   time.Time
+	FirstID     uuid.UUID
+	Keys        []byte
+	Frames      []byte
+}
+
+// ClaimPartitions for what most claims are: each slot wants one partition, and is told which; its group is one of batches (kind 0) whose
+// queue has neither delay nor window. A statement costs what its plan has of nodes before it does anything: this one has a third as many.
+// A slot that is not returned got nothing, for whatever reason: ClaimPartitions finds it out. Nor does this one put aside what is stale.
+// The pairs (group, partition) are distinct.
+func (q *Queries) ClaimHinted(ctx context.Context, arg ClaimHintedParams) ([]ClaimHintedRow, error) {
+	rows, err := q.db.Query(ctx, ClaimHinted,
+		arg.SpanBytes,
+		arg.SlotNos,
+		arg.Groups,
+		arg.Partitions,
+		arg.Leases,
+		arg.Budgets,
+		arg.Seconds,
+		arg.AutoAcks,
+		arg.Frames,
+	)
+	if err != nil {
+		return nil, err
+	}
+	defer rows.Close()
+	var items []ClaimHintedRow
+	for rows.Next() {
+		var i ClaimHintedRow
+		if err := rows.Scan(
+			&i.SlotNo,
+			&i.PartitionID,
+			&i.PublicID,
+			&i.Name,
+			&i.StartOffset,
+			&i.Take,
+			&i.NextOffset,
+			&i.LeaseMs,
+			&i.Hidden,
+			&i.OnlyGroup,
+			&i.ClaimedAt,
+			&i.BaseOffset,
+			&i.Count,
+			&i.KeyNo,
+			&i.Codec,
+			&i.CreatedAt,
+			&i.FirstID,
+			&i.Keys,
+			&i.Frames,
+		); err != nil {
+			return nil, err
+		}
+		items = append(items, i)
+	}
+	if err := rows.Err(); err != nil {
+		return nil, err
+	}
+	return items, nil
+}
+
 const ClaimPartitions = `-- name: ClaimPartitions :many
 with list as materialized (
     select l.list_no::int as list_no, g.group_id, g.lease_time, g.delayed_processing, g.window_buffer,
@@ -35,24 +202,30 @@ with list as materialized (
         where x.id = l.group_id::int and x.deleted_at is null
           -- A claim that does not know of the limit has not taken the lock: as if the group were gone, it looks it up again.
           and (l.limited::boolean or x.max_in_flight = 0)
-          and (l.from_partition::bigint >= 0 or exists (
-              select from ferrymq.cursors c where c.group_id = l.group_id::int and c.partition_id = -l.from_partition::bigint))
+          and (l.from_partition::bigint >= 0 or (
+              select true from ferrymq.cursors c where c.group_id = l.group_id::int and c.partition_id >= -l.from_partition::bigint and c.partition_id <= -l.from_partition::bigint
+              order by c.partition_id desc limit 1))
         offset 0) g
 ), hinted as materialized (
-    select l.list_no, c.group_id, c.partition_id, c.committed, c.attempts, c.lease_until, c.consumer, h.n
+    select l.list_no, c.group_id, c.partition_id, c.committed, c.attempts, c.lease_until, c.consumer, c.ctid::tid as at, h.n
     from rows from (unnest($10::int[]), unnest($11::bigint[])) with ordinality as h (list_no, partition_id, n)
     join list l on l.list_no = h.list_no::int
-    join ferrymq.cursors c on c.group_id = l.group_id and c.partition_id = h.partition_id::bigint
+    cross join lateral (
+        select x.ctid::tid as at from ferrymq.cursors x
+        where x.group_id = l.group_id and x.partition_id >= h.partition_id::bigint and x.partition_id <= h.partition_id::bigint
+        order by x.partition_id desc limit 1
+    ) v
+    join ferrymq.cursors c on c.ctid = v.at
     where c.pending and l.want > 0
       and (c.not_before is null or c.not_before <= clock_timestamp())
       and (c.lease_until is null or c.lease_until < clock_timestamp())
     for no key update of c skip locked
 ), above as materialized (
     -- Without what is hinted, or such a candidate would count twice against what is wanted and a slot go empty.
-    select l.list_no, l.group_id, s.partition_id, s.committed, s.attempts, s.lease_until, s.consumer
+    select l.list_no, l.group_id, s.partition_id, s.committed, s.attempts, s.lease_until, s.consumer, s.at
     from list l
     cross join lateral (
-        select c.partition_id, c.committed, c.attempts, c.lease_until, c.consumer from ferrymq.cursors c
+        select c.partition_id, c.committed, c.attempts, c.lease_until, c.consumer, c.ctid::tid as at from ferrymq.cursors c
         where c.group_id = l.group_id and c.pending and c.not_before is null and c.partition_id > l.from_partition
           and (c.lease_until is null or c.lease_until < clock_timestamp())
           and c.partition_id <> all (array(select h.partition_id from hinted h where h.group_id = l.group_id))
@@ -62,10 +235,10 @@ with list as materialized (
     ) s
     where l.scan
 ), below as materialized (
-    select l.list_no, l.group_id, s.partition_id, s.committed, s.attempts, s.lease_until, s.consumer
+    select l.list_no, l.group_id, s.partition_id, s.committed, s.attempts, s.lease_until, s.consumer, s.at
     from list l
     cross join lateral (
-        select c.partition_id, c.committed, c.attempts, c.lease_until, c.consumer from ferrymq.cursors c
+        select c.partition_id, c.committed, c.attempts, c.lease_until, c.consumer, c.ctid::tid as at from ferrymq.cursors c
         where c.group_id = l.group_id and c.pending and c.not_before is null and c.partition_id <= l.from_partition
           and (c.lease_until is null or c.lease_until < clock_timestamp())
           and c.partition_id <> all (array(select h.partition_id from hinted h where h.group_id = l.group_id))
@@ -77,19 +250,19 @@ with list as materialized (
     where l.scan
 ), candidate as materialized (
     -- A transaction does not skip its own locks: the same cursor may come from two sources.
-    select distinct on (u.group_id, u.partition_id) u.list_no, u.group_id, u.partition_id, u.committed, u.attempts, u.lease_until, u.consumer, u.source, u.place
+    select distinct on (u.group_id, u.partition_id) u.list_no, u.group_id, u.partition_id, u.committed, u.attempts, u.lease_until, u.consumer, u.at, u.source, u.place
     from (
-        select h.list_no, h.group_id, h.partition_id, h.committed, h.attempts, h.lease_until, h.consumer, 1 as source, h.n as place from hinted h
+        select h.list_no, h.group_id, h.partition_id, h.committed, h.attempts, h.lease_until, h.consumer, h.at, 1 as source, h.n as place from hinted h
         union all
-        select a.list_no, a.group_id, a.partition_id, a.committed, a.attempts, a.lease_until, a.consumer, 2, a.partition_id from above a
+        select a.list_no, a.group_id, a.partition_id, a.committed, a.attempts, a.lease_until, a.consumer, a.at, 2, a.partition_id from above a
         union all
-        select b.list_no, b.group_id, b.partition_id, b.committed, b.attempts, b.lease_until, b.consumer, 3, b.partition_id from below b
+        select b.list_no, b.group_id, b.partition_id, b.committed, b.attempts, b.lease_until, b.consumer, b.at, 3, b.partition_id from below b
     ) u
     order by u.group_id, u.partition_id, u.list_no, u.source
 ), met as materialized (
     -- expired: the lease of a lane ended and counts. retry_at: then it rests that long, unless it was the last attempt. Meanwhile the
     -- lease stays, as one that ended at -infinity: it has been counted, and an ack that comes late is still good.
-    select k.list_no, k.group_id, k.partition_id, k.source, k.place, k.committed, k.consumer, k.lease_until, l.index_first, l.slots, l.lease_time, l.frames, l.lanes, l.limited, l.want, l.traced,
+    select k.at, p.at as partition_at, k.list_no, k.group_id, k.partition_id, k.source, k.place, k.committed, k.consumer, k.lease_until, l.index_first, l.slots, l.lease_time, l.frames, l.lanes, l.limited, l.want, l.traced,
            l.max_attempts, l.window_buffer, l.delayed_processing, p.public_id, p.name, p.hidden, p.next_offset, p.last_push_at,
            greatest(k.committed, p.first_offset)::bigint as start_offset,
            case when k.committed < p.first_offset then 0 when l.lanes and k.lease_until > '-infinity' and not l.count_expired_leases then k.attempts - 1 else k.attempts end as attempts,
@@ -99,9 +272,15 @@ with list as materialized (
            end as retry_at
     from candidate k
     join list l on l.list_no = k.list_no
-    join ferrymq.partitions p on p.id = k.partition_id
+    -- One that moved between this statement's snapshot and the lock is passed over: whoever moved it wakes whom he leaves work for.
+    join ferrymq.cursors c on c.ctid = k.at
+    cross join lateral (
+        select x.ctid::tid as at, x.public_id, x.name, x.hidden, x.next_offset, x.last_push_at, x.first_offset from ferrymq.partitions x
+        where x.id >= k.partition_id and x.id <= k.partition_id
+        order by x.id desc limit 1
+    ) p
 ), looked as materialized (
-    select k.list_no, k.group_id, k.partition_id, k.source, k.place, k.committed, k.consumer, k.lease_until, k.index_first, k.slots, k.lease_time, k.frames, k.lanes, k.limited, k.want, k.traced, k.max_attempts, k.window_buffer, k.delayed_processing, k.public_id, k.name, k.hidden, k.next_offset, k.last_push_at, k.start_offset, k.attempts, k.expired, k.retry_at,
+    select k.at, k.partition_at, k.list_no, k.group_id, k.partition_id, k.source, k.place, k.committed, k.consumer, k.lease_until, k.index_first, k.slots, k.lease_time, k.frames, k.lanes, k.limited, k.want, k.traced, k.max_attempts, k.window_buffer, k.delayed_processing, k.public_id, k.name, k.hidden, k.next_offset, k.last_push_at, k.start_offset, k.attempts, k.expired, k.retry_at,
            case when k.retry_at > clock_timestamp() then 0
                 when k.window_buffer > 0 and k.last_push_at > clock_timestamp() - k.window_buffer * interval '1 second' then 0
                 when k.delayed_processing > 0 then (
@@ -112,7 +291,7 @@ with list as materialized (
                 else k.next_offset - k.start_offset end as available
     from met k
 ), numbered as (
-    select k.list_no, k.group_id, k.partition_id, k.source, k.place, k.committed, k.consumer, k.lease_until, k.index_first, k.slots, k.lease_time, k.frames, k.lanes, k.limited, k.want, k.traced, k.max_attempts, k.window_buffer, k.delayed_processing, k.public_id, k.name, k.hidden, k.next_offset, k.last_push_at, k.start_offset, k.attempts, k.expired, k.retry_at, k.available, case when k.lanes then 1 else k.available end as most,
+    select k.at, k.partition_at, k.list_no, k.group_id, k.partition_id, k.source, k.place, k.committed, k.consumer, k.lease_until, k.index_first, k.slots, k.lease_time, k.frames, k.lanes, k.limited, k.want, k.traced, k.max_attempts, k.window_buffer, k.delayed_processing, k.public_id, k.name, k.hidden, k.next_offset, k.last_push_at, k.start_offset, k.attempts, k.expired, k.retry_at, k.available, case when k.lanes then 1 else k.available end as most,
            row_number() over (partition by k.list_no order by case when k.index_first and k.source = 1 then 9 else k.source end, k.place) - 1 as nth
     from looked k
     where k.available > 0
@@ -124,48 +303,47 @@ with list as materialized (
                     unnest($21::text[]))
          as s (slot_no, list_no, nth, lease_id, budget, parts, lease_seconds, auto_ack, discovery, consumer)
 ), dealt as (
-    select n.list_no, n.group_id, n.partition_id, n.public_id, n.name, n.start_offset, n.next_offset, n.lease_time, n.nth, n.frames, n.hidden,
+    select n.at, n.list_no, n.group_id, n.partition_id, n.public_id, n.name, n.start_offset, n.next_offset, n.lease_time, n.nth, n.frames, n.hidden,
            n.lanes, n.limited, n.traced, n.attempts, n.expired, n.consumer as last_consumer, n.lease_until as last_until, n.expired and n.attempts >= n.max_attempts and n.max_attempts > 0 as exhausted,
            s.slot_no, s.lease_id, s.budget, s.lease_seconds, s.auto_ack, s.discovery, s.consumer, n.most as available,
-           coalesce(sum(n.most) over (partition by n.list_no, s.nth order by n.nth rows between unbounded preceding and 1 preceding), 0) as used
+           coalesce(sum(least(n.most, s.budget, 2147483647)::int) over (partition by n.list_no, s.nth order by n.nth rows between unbounded preceding and 1 preceding), 0) as used
     from numbered n
     join slot s on s.list_no = n.list_no and s.nth = n.nth % n.slots and n.nth / n.slots < s.parts
     where not n.limited or n.nth < n.want -- there may be more hints than that
 ), taken as materialized (
     -- A span ends before the segment that would make it too large to hold in memory.
-    select d.list_no, d.group_id, d.partition_id, d.public_id, d.name, d.start_offset, d.next_offset, d.lease_time, d.nth, d.frames, d.hidden, d.lanes, d.limited, d.traced, d.attempts, d.expired, d.last_consumer, d.last_until, d.exhausted, d.slot_no, d.lease_id, d.budget, d.lease_seconds, d.auto_ack, d.discovery, d.consumer, d.available, d.used, d.wanted, d.seconds, least(d.wanted, b.stop - d.start_offset)::bigint as take
-    from (
-        select e.list_no, e.group_id, e.partition_id, e.public_id, e.name, e.start_offset, e.next_offset, e.lease_time, e.nth, e.frames, e.hidden, e.lanes, e.limited, e.traced, e.attempts, e.expired, e.last_consumer, e.last_until, e.exhausted, e.slot_no, e.lease_id, e.budget, e.lease_seconds, e.auto_ack, e.discovery, e.consumer, e.available, e.used, least(e.available, e.budget - e.used)::bigint as wanted,
-               case when e.exhausted then least(e.lease_time, 30) -- for the broker: if it dies, the next one files the dead letter
-                    when e.lease_seconds > 0 then e.lease_seconds else e.lease_time end as seconds
-        from dealt e
-        where e.used < e.budget
-    ) d
-    cross join lateral (
-        select min(x.base_offset) as stop
+    select d.at, d.list_no, d.group_id, d.partition_id, d.public_id, d.name, d.start_offset, d.next_offset, d.lease_time, d.nth, d.frames, d.hidden, d.lanes, d.limited, d.traced, d.attempts, d.expired, d.last_consumer, d.last_until, d.exhausted, d.slot_no, d.lease_id, d.budget, d.lease_seconds, d.auto_ack, d.discovery, d.consumer, d.available, d.used, d.wanted, d.seconds, case when d.wanted = 1 then 1 else least(d.wanted, (
+        select min(x.base_offset)
         from (
             select g.base_offset, sum(octet_length(g.frames)) over (order by g.base_offset) - octet_length(g.frames) as before
             from ferrymq.segments g
-            where d.wanted > 1 and g.partition_id = d.partition_id
+            where g.partition_id = d.partition_id
               and g.base_offset >= (select b.base_offset from ferrymq.segments b where b.partition_id = d.partition_id and b.base_offset <= d.start_offset
                                     order by b.base_offset desc limit 1)
               and g.base_offset < d.start_offset + d.wanted
         ) x
         where x.before > $22::bigint
-    ) b
+    ) - d.start_offset) end::bigint as take
+    from (
+        select e.at, e.list_no, e.group_id, e.partition_id, e.public_id, e.name, e.start_offset, e.next_offset, e.lease_time, e.nth, e.frames, e.hidden, e.lanes, e.limited, e.traced, e.attempts, e.expired, e.last_consumer, e.last_until, e.exhausted, e.slot_no, e.lease_id, e.budget, e.lease_seconds, e.auto_ack, e.discovery, e.consumer, e.available, e.used, least(e.available, e.budget - e.used)::bigint as wanted,
+               case when e.exhausted then least(e.lease_time, 30) -- for the broker: if it dies, the next one files the dead letter
+                    when e.lease_seconds > 0 then e.lease_seconds else e.lease_time end as seconds
+        from dealt e
+        where e.used < e.budget
+    ) d
 ), drained as materialized (
     -- Cleared only under the partition's lock, with the tail read under it, who holds that lock marks again or has drained it himself.
     select p.id, k.group_id
     from looked k
-    join ferrymq.partitions p on p.id = k.partition_id
+    join ferrymq.partitions p on p.ctid = k.partition_at
     where k.available <= 0 and p.next_offset <= k.start_offset
     for no key update of p skip locked
 ), change as materialized (
-    select t.list_no, t.group_id, t.partition_id, true as claimed, t.start_offset, t.take, t.lease_id, t.auto_ack, t.seconds,
+    select t.at, t.list_no, t.group_id, t.partition_id, true as claimed, t.start_offset, t.take, t.lease_id, t.auto_ack, t.seconds,
            null::timestamptz as due, false as drained, false as ended, t.lanes, t.exhausted, t.attempts, t.expired, t.consumer, t.last_consumer, t.last_until
     from taken t
     union all
-    select k.list_no, k.group_id, k.partition_id, false, k.start_offset, 0, null, false, 0,
+    select k.at, k.list_no, k.group_id, k.partition_id, false, k.start_offset, 0, null, false, 0,
            case when k.next_offset <= k.start_offset then null
                 when k.retry_at > clock_timestamp() then k.retry_at
                 when k.window_buffer > 0 and k.last_push_at > clock_timestamp() - k.window_buffer * interval '1 second'
@@ -191,7 +369,7 @@ with list as materialized (
         consumer = case when h.lanes and h.claimed and not h.exhausted then h.consumer else c.consumer end,
         leased_at = case when h.lanes and h.claimed and not h.exhausted then clock_timestamp() else c.leased_at end
     from change h
-    where c.group_id = h.group_id and c.partition_id = h.partition_id
+    where c.ctid = h.at
 ), counted as (
     insert into ferrymq.in_flight (group_id, partition_id, lease_until)
     select t.group_id, t.partition_id, clock_timestamp() + t.seconds * interval '1 second'
@@ -235,12 +413,14 @@ with list as materialized (
            s.base_offset, s.count, s.key_no, s.codec, s.created_at, s.first_id, s.keys, case when t.frames then s.frames end
     from taken t
     cross join lateral (
+        (select g.base_offset, g.count, g.key_no, g.codec, g.created_at, g.first_id, g.keys, g.frames, g.only_group
+         from ferrymq.segments g
+         where g.partition_id = t.partition_id and g.base_offset <= t.start_offset
+         order by g.base_offset desc limit 1)
+        union all
         select g.base_offset, g.count, g.key_no, g.codec, g.created_at, g.first_id, g.keys, g.frames, g.only_group
         from ferrymq.segments g
-        where g.partition_id = t.partition_id
-          and g.base_offset >= (select b.base_offset from ferrymq.segments b where b.partition_id = t.partition_id and b.base_offset <= t.start_offset
-                                order by b.base_offset desc limit 1)
-          and g.base_offset < t.start_offset + t.take
+        where t.take > 1 and g.partition_id = t.partition_id and g.base_offset > t.start_offset and g.base_offset < t.start_offset + t.take
     ) s
 )
 select r.list_no::int as list_no, r.seen::int as seen, r.stale::int as stale, r.above_to::bigint as above_to, r.below_to::bigint as below_to, r.due_ms::bigint as due_ms,

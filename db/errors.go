@@ -33,7 +33,7 @@ func IsConnection(err error) bool {
 		return false
 	}
 	var connect *pgconn.ConnectError
-	if errors.Is(err, ErrAcquire) || errors.As(err, &connect) { // whatever the server said to turn us away
+	if errors.Is(err, ErrAcquire) || errors.Is(err, ErrPooler) || errors.As(err, &connect) { // whatever the server said to turn us away
 		return true
 	}
 	switch c := Code(err); {
@@ -41,7 +41,7 @@ func IsConnection(err error) bool {
 		var network net.Error
 		return errors.As(err, &network) || errors.Is(err, net.ErrClosed) ||
 			errors.Is(err, context.DeadlineExceeded) || pgconn.SafeToRetry(err) || pgconn.Timeout(err) || unexpected(err)
-	case c[:2] == "08", c == "57P01", c == "57P02", c == "57P03", c == "53300", c == "25006":
+	case c[:2] == "08", c == "57P01", c == "57P02", c == "57P03", c == "53300", c == readOnly:
 		// connection exceptions, the server going down or starting, no slot left, a read-only standby
 		return true
 	}

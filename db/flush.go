@@ -36,9 +36,14 @@ func collect[T any](q *pgx.QueuedQuery, dst *[]T, scan func(pgx.Rows, *T) error)
 	})
 }
 
-// FlushSettings queues the statement of that name.
-func (f *Flush) FlushSettings(arg FlushSettingsParams) {
-	f.batch.Queue(FlushSettings, arg.StatementTimeoutMs, arg.LockTimeoutMs)
+// FlushSettings puts the statement of that name before the others, unless the connection has these settings for good.
+func (f *Flush) FlushSettings(arg FlushSettingsParams, conn *pgx.Conn) {
+	if conn != nil && conn.PgConn().CustomData()[flightKey] != nil {
+		return
+	}
+	var first pgx.Batch
+	first.Queue(FlushSettings, arg.StatementTimeoutMs, arg.Lasting, arg.LockTimeoutMs)
+	f.batch.QueuedQueries = append(first.QueuedQueries, f.batch.QueuedQueries...)
 }
 
 // LockPartitions queues the statement of that name.
@@ -104,7 +109,7 @@ func (f *Flush) LockGroups(arg LockGroupsParams) { f.batch.Queue(LockGroups, arg
 
 // RestoreCursors queues the statement of that name.
 func (f *Flush) RestoreCursors(arg RestoreCursorsParams) {
-	f.batch.Queue(RestoreCursors, arg.GroupIds, arg.PartitionIds, arg.StartOffsets, arg.EndOffsets, arg.Rests)
+	f.batch.Queue(RestoreCursors, arg.GroupIds, arg.PartitionIds, arg.StartOffsets, arg.EndOffsets, arg.ClaimedAts, arg.Rests)
 }
 
 // ExtendLeases queues the statement of that name.
@@ -123,4 +128,21 @@ func (f *Flush) ClaimPartitions(arg ClaimPartitionsParams, dst *[]ClaimPartition
 			&i.StartOffset, &i.Take, &i.NextOffset, &i.LeaseMs, &i.Hidden, &i.Attempt, &i.Exhausted, &i.OnlyGroup, &i.BaseOffset, &i.Count, &i.KeyNo, &i.Codec, &i.CreatedAt, &i.FirstID,
 			&i.Keys, &i.Frames)
 	})
+}
+
+// CompleteCursors queues the statement of that name.
+func (f *Flush) CompleteCursors(arg CompleteCursorsParams, dst *[]CompleteCursorsRow) {
+	collect(f.batch.Queue(CompleteCursors, arg.Ns, arg.GroupIds, arg.PartitionIds, arg.LeaseIds, arg.Expecteds, arg.MoveTos, arg.Reaches), dst,
+		func(r pgx.Rows, i *CompleteCursorsRow) error {
+			return r.Scan(&i.N, &i.Committed, &i.Released, &i.Pending, &i.DueMs)
+		})
+}
+
+// ClaimHinted queues the statement of that name.
+func (f *Flush) ClaimHinted(arg ClaimHintedParams, dst *[]ClaimHintedRow) {
+	collect(f.batch.Queue(ClaimHinted, arg.SpanBytes, arg.SlotNos, arg.Groups, arg.Partitions, arg.Leases, arg.Budgets, arg.Seconds, arg.AutoAcks, arg.Frames), dst,
+		func(r pgx.Rows, i *ClaimHintedRow) error {
+			return r.Scan(&i.SlotNo, &i.PartitionID, &i.PublicID, &i.Name, &i.StartOffset, &i.Take, &i.NextOffset, &i.LeaseMs, &i.Hidden, &i.OnlyGroup, &i.ClaimedAt,
+				&i.BaseOffset, &i.Count, &i.KeyNo, &i.Codec, &i.CreatedAt, &i.FirstID, &i.Keys, &i.Frames)
+		})
 }

@@ -14,18 +14,22 @@ import (
 
 const AppendSegments = `-- name: AppendSegments :many
 with target as materialized (
-    select t.id::bigint as id, t.total::bigint as total, t.expected::bigint as expected
+    -- Joined in the update, the queue would be where a plan begins, and all of its partitions looked at.
+    select x.at, t.total::bigint as total, t.expected::bigint as expected, q.retain_seconds
     from rows from (unnest($1::bigint[]), unnest($2::bigint[]), unnest($3::bigint[])) as t (id, total, expected)
+    cross join lateral (
+        select p.ctid::tid as at, p.queue_id from ferrymq.partitions p where p.id >= t.id::bigint and p.id <= t.id::bigint order by p.id desc limit 1
+    ) x
+    cross join lateral (select y.retain_seconds from ferrymq.queues y where y.id = x.queue_id and y.deleted_at is null offset 0) q
 ), moved as (
     update ferrymq.partitions p
     set next_offset = p.next_offset + t.total,
         -- The clock may step back, time within a partition may not.
         last_push_at = greatest(clock_timestamp(), p.last_push_at),
         -- Indexed: it may change here only when nothing was due at all, or later.
-        expire_at = least(p.expire_at, greatest(clock_timestamp(), p.last_push_at) + q.retain_seconds * interval '1 second')
-    from target t, ferrymq.queues q
-    where p.id = t.id and q.id = p.queue_id and q.deleted_at is null
-      and (t.expected < 0 or p.next_offset = t.expected)
+        expire_at = least(p.expire_at, greatest(clock_timestamp(), p.last_push_at) + t.retain_seconds * interval '1 second')
+    from target t
+    where p.ctid = t.at and (t.expected < 0 or p.next_offset = t.expected)
     returning p.id, p.next_offset - t.total as base, p.last_push_at
 ), stored as (
     insert into ferrymq.segments (partition_id, base_offset, count, key_no, codec, created_at, first_id, keys, frames)
@@ -59,7 +63,7 @@ type AppendSegmentsRow struct {
 }
 
 // Moves the tails and stores the segments at them. expected_tails: -1, or the tail up to which deduplication was judged,
-// a partition that was locked but is not returned lost this compare-and-set, or its queue is gone.
+// a partition that was locked but is not returned lost this compare-and-set, or its queue is gone. One that was not locked may also have moved.
 func (q *Queries) AppendSegments(ctx context.Context, arg AppendSegmentsParams) ([]AppendSegmentsRow, error) {
 	rows, err := q.db.Query(ctx, AppendSegments,
 		arg.Ids,
@@ -82,6 +86,105 @@ func (q *Queries) AppendSegments(ctx context.Context, arg AppendSegmentsParams) 
 	for rows.Next() {
 		var i AppendSegmentsRow
 		if err := rows.Scan(&i.ID, &i.Base, &i.CreatedAt); err != nil {
+			return nil, err
+		}
+		items = append(items, i)
+	}
+	if err := rows.Err(); err != nil {
+		return nil, err
+	}
+	return items, nil
+}
+
+const CompleteCursors = `-- name: CompleteCursors :many
+with s as materialized (
+    select t.n::int as n, t.move_to::bigint as move_to, t.reach::bigint as reach, c.at, c.leased, p.next_offset
+    from (
+        select u.n, u.group_id, u.partition_id, u.lease_id, u.expected, u.move_to, u.reach
+        from rows from (unnest($1::int[]), unnest($2::int[]), unnest($3::bigint[]), unnest($4::uuid[]), unnest($5::bigint[]),
+                        unnest($6::bigint[]), unnest($7::bigint[]))
+             as u (n, group_id, partition_id, lease_id, expected, move_to, reach)
+        order by u.group_id, u.partition_id
+        offset 0
+    ) t
+    cross join lateral (
+        select g.id
+        from ferrymq.groups g
+        join ferrymq.queues q on q.id = g.queue_id and q.deleted_at is null
+        where g.id = t.group_id::int and g.deleted_at is null
+        offset 0
+    ) g
+    cross join lateral (
+        select x.ctid::tid as at, x.batch_end is not null as leased from ferrymq.cursors x
+        where x.group_id = t.group_id::int and x.partition_id >= t.partition_id::bigint and x.partition_id <= t.partition_id::bigint
+          and x.committed >= t.expected::bigint
+          and (t.lease_id::uuid = '00000000-0000-0000-0000-000000000000' or (x.lease_id = t.lease_id::uuid and x.lease_until > clock_timestamp()))
+        order by x.partition_id desc limit 1
+        for no key update
+    ) c
+    cross join lateral (
+        select x.next_offset from ferrymq.partitions x where x.id >= t.partition_id::bigint and x.id <= t.partition_id::bigint order by x.id desc limit 1
+    ) p
+)
+update ferrymq.cursors c
+set committed = greatest(s.move_to, c.committed),
+    lease_id = case when s.move_to < c.batch_end then c.lease_id end,
+    lease_until = case when s.move_to < c.batch_end then c.lease_until end,
+    batch_end = case when s.move_to < c.batch_end then c.batch_end end,
+    failed_offset = case when c.failed_offset >= greatest(s.move_to, c.committed) then c.failed_offset end,
+    failures = case when c.failed_offset >= greatest(s.move_to, c.committed) then c.failures else 0 end,
+    not_before = case when c.failed_offset >= greatest(s.move_to, c.committed) or s.move_to <= c.committed then c.not_before end,
+    pending = c.pending and not (greatest(s.move_to, c.committed) = s.reach and s.next_offset <= s.reach)
+from s
+where c.ctid = s.at
+returning s.n::int as n, c.committed::bigint as committed, (s.leased and c.lease_id is null)::boolean as released, c.pending::boolean as pending,
+          coalesce(extract(epoch from c.not_before - clock_timestamp()) * 1000, -1)::bigint as due_ms
+`
+
+type CompleteCursorsParams struct {
+	Ns           []int32
+	GroupIds     []int32
+	PartitionIds []int64
+	LeaseIds     []uuid.UUID
+	Expecteds    []int64
+	MoveTos      []int64
+	Reaches      []int64
+}
+
+type CompleteCursorsRow struct {
+	N         int32
+	Committed int64
+	Released  bool
+	Pending   bool
+	DueMs     int64
+}
+
+// SettleCursors for what most acks are, action 0, without what a plan for the others costs. It takes the locks itself, in order: alone in its
+// flush it needs no LockCursors. One that moved between this statement's snapshot and the lock changes nothing and is not returned.
+func (q *Queries) CompleteCursors(ctx context.Context, arg CompleteCursorsParams) ([]CompleteCursorsRow, error) {
+	rows, err := q.db.Query(ctx, CompleteCursors,
+		arg.Ns,
+		arg.GroupIds,
+		arg.PartitionIds,
+		arg.LeaseIds,
+		arg.Expecteds,
+		arg.MoveTos,
+		arg.Reaches,
+	)
+	if err != nil {
+		return nil, err
+	}
+	defer rows.Close()
+	var items []CompleteCursorsRow
+	for rows.Next() {
+		var i CompleteCursorsRow
+		if err := rows.Scan(
+			&i.N,
+			&i.Committed,
+			&i.Released,
+			&i.Pending,
+			&i.DueMs,
+		); err != nil {
 			return nil, err
 		}
 		items = append(items, i)
@@ -251,16 +354,21 @@ func (q *Queries) ExtendLeases(ctx context.Context, arg ExtendLeasesParams) ([]E
 
 const FlushSettings = `-- name: FlushSettings :exec
 
-select set_config('statement_timeout', $1::text, true), set_config('lock_timeout', $2::text, true),
+select set_config('statement_timeout', $1::text, not $2::boolean), set_config('lock_timeout', $3::text, not $2::boolean),
+       -- A broker that vanished leaves its locks no longer than that.
+       set_config('idle_in_transaction_session_timeout', '5s', not $2::boolean),
        -- The statements are written for one plan, by index, whatever the size of arrays and tables: planning them anew costs as much
        -- as running them, and statistics of a table that was small or empty a moment ago must not turn them into scans.
-       set_config('plan_cache_mode', 'force_generic_plan', true), set_config('enable_seqscan', 'off', true),
+       set_config('plan_cache_mode', 'force_generic_plan', not $2::boolean), set_config('enable_seqscan', 'off', not $2::boolean),
+       -- Nor by a bitmap, which reads all versions of a row.
+       set_config('enable_bitmapscan', 'off', not $2::boolean),
        -- Compiling takes longer than any of them runs.
-       set_config('jit', 'off', true)
+       set_config('jit', 'off', not $2::boolean)
 `
 
 type FlushSettingsParams struct {
 	StatementTimeoutMs string
+	Lasting            bool
 	LockTimeoutMs      string
 }
 
@@ -271,29 +379,47 @@ type FlushSettingsParams struct {
 //
 // Read committed: a statement sees fresh columns only of rows it locked itself, the next statement
 // of the transaction sees them all. Every split into two statements below is there for that reason.
-// Transaction-local, because a pooler in transaction mode refuses them as start-up parameters.
+//
+// While any session of the database holds an old snapshot, no version of a row goes away: after thousands of updates its keys stand in the index
+// once for every few of them. So rows that change all the time are looked up as x.id >= t.id and x.id <= t.id order by x.id desc limit 1:
+// backwards (an equality would be read forwards), where the newest version is first, and no further. What a transaction has locked it then
+// changes by ctid: nobody else can move it. A row that is found but not locked may move meanwhile, and a look-up by ctid loses it then.
+// Not as start-up parameters, which a pooler in transaction mode refuses: for the transaction, or, on a session of our own, for as long as it lasts.
 func (q *Queries) FlushSettings(ctx context.Context, arg FlushSettingsParams) error {
-	_, err := q.db.Exec(ctx, FlushSettings, arg.StatementTimeoutMs, arg.LockTimeoutMs)
+	_, err := q.db.Exec(ctx, FlushSettings, arg.StatementTimeoutMs, arg.Lasting, arg.LockTimeoutMs)
 	return err
 }
 
 const LockCursors = `-- name: LockCursors :exec
 select c.group_id
 from (
-    -- offset 0 keeps the planner from starting at the groups, of which there may be many.
-    select g.id as group_id, p.id as partition_id, true as mark, null::uuid as lease_id
-    from ferrymq.partitions p
-    cross join lateral (select x.id from ferrymq.groups x where x.queue_id = p.queue_id and x.deleted_at is null offset 0) g
-    where p.id = any($1::bigint[])
-    union all
-    select s.group_id::int, s.partition_id::bigint, false, s.lease_id::uuid
-    from rows from (unnest($2::int[]), unnest($3::bigint[]), unnest($4::uuid[])) as s (group_id, partition_id, lease_id)
+    select v.group_id, v.partition_id
+    from (
+        -- offset 0 keeps the planner from starting at the groups, of which there may be many.
+        select g.id as group_id, t.id::bigint as partition_id, true as mark, null::uuid as lease_id
+        from rows from (unnest($1::bigint[])) as t (id)
+        cross join lateral (select x.queue_id from ferrymq.partitions x where x.id >= t.id::bigint and x.id <= t.id::bigint order by x.id desc limit 1) p
+        cross join lateral (select x.id from ferrymq.groups x where x.queue_id = p.queue_id and x.deleted_at is null offset 0) g
+        union all
+        select s.group_id::int, s.partition_id::bigint, false, s.lease_id::uuid
+        from rows from (unnest($2::int[]), unnest($3::bigint[]), unnest($4::uuid[])) as s (group_id, partition_id, lease_id)
+    ) v
+    cross join lateral (
+        select x.pending, x.lease_id from ferrymq.cursors x
+        where x.group_id = v.group_id and x.partition_id >= v.partition_id and x.partition_id <= v.partition_id
+        order by x.partition_id desc limit 1
+    ) k
+    where (v.mark and not k.pending)
+       or (not v.mark and (v.lease_id = '00000000-0000-0000-0000-000000000000' or v.lease_id = k.lease_id))
+    order by v.group_id, v.partition_id
+    offset 0
 ) w
-join ferrymq.cursors c on c.group_id = w.group_id and c.partition_id = w.partition_id
-where (w.mark and not c.pending)
-   or (not w.mark and (w.lease_id = '00000000-0000-0000-0000-000000000000' or w.lease_id = c.lease_id))
-order by c.group_id, c.partition_id
-for no key update of c
+cross join lateral (
+    select x.group_id from ferrymq.cursors x
+    where x.group_id = w.group_id and x.partition_id >= w.partition_id and x.partition_id <= w.partition_id
+    order by x.partition_id desc limit 1
+    for no key update
+) c
 `
 
 type LockCursorsParams struct {
@@ -316,11 +442,20 @@ func (q *Queries) LockCursors(ctx context.Context, arg LockCursorsParams) error 
 
 const LockPartitions = `-- name: LockPartitions :many
 select p.id, p.next_offset
-from rows from (unnest($1::bigint[]), unnest($2::bigint[])) as t (id, reach)
-join ferrymq.partitions p on p.id = t.id::bigint
-where p.next_offset <= t.reach::bigint
-order by p.id
-for no key update of p
+from (
+    select u.id::bigint as id, u.reach::bigint as reach
+    from rows from (unnest($1::bigint[]), unnest($2::bigint[])) as u (id, reach)
+    where u.reach::bigint >= (select x.next_offset from ferrymq.partitions x where x.id >= u.id::bigint and x.id <= u.id::bigint order by x.id desc limit 1)
+    order by u.id
+    offset 0
+) t
+cross join lateral (
+    select x.id, x.next_offset from ferrymq.partitions x
+    where x.id >= t.id and x.id <= t.id
+    order by x.id desc limit 1
+    for no key update
+) p
+where p.next_offset <= t.reach
 `
 
 type LockPartitionsParams struct {
@@ -359,11 +494,14 @@ const MarkPending = `-- name: MarkPending :exec
 update ferrymq.cursors c
 set pending = true
 where c.ctid = any(array(
-    select (select k.ctid from ferrymq.cursors k
-            where k.group_id = g.id and k.partition_id = p.id and not k.pending and p.next_offset > k.committed)
-    from ferrymq.partitions p
+    select k.at
+    from rows from (unnest($1::bigint[])) as t (id)
+    cross join lateral (select x.id, x.queue_id, x.next_offset from ferrymq.partitions x
+                        where x.id >= t.id::bigint and x.id <= t.id::bigint order by x.id desc limit 1) p
     cross join lateral (select x.id from ferrymq.groups x where x.queue_id = p.queue_id and x.deleted_at is null offset 0) g
-    where p.id = any($1::bigint[])))
+    cross join lateral (select x.ctid::tid as at, x.pending, x.committed from ferrymq.cursors x
+                        where x.group_id = g.id and x.partition_id >= p.id and x.partition_id <= p.id order by x.partition_id desc limit 1) k
+    where not k.pending and p.next_offset > k.committed))
 `
 
 type MarkPendingParams struct {
@@ -381,9 +519,10 @@ const RestoreCursors = `-- name: RestoreCursors :exec
 update ferrymq.cursors c
 set committed = t.start_offset::bigint, pending = true,
     not_before = case when t.rest::boolean then clock_timestamp() + interval '5 seconds' else c.not_before end
-from rows from (unnest($1::int[]), unnest($2::bigint[]), unnest($3::bigint[]), unnest($4::bigint[]), unnest($5::boolean[]))
-     as t (group_id, partition_id, start_offset, end_offset, rest)
+from rows from (unnest($1::int[]), unnest($2::bigint[]), unnest($3::bigint[]), unnest($4::bigint[]), unnest($5::timestamptz[]), unnest($6::boolean[]))
+     as t (group_id, partition_id, start_offset, end_offset, claimed_at, rest)
 where c.group_id = t.group_id::int and c.partition_id = t.partition_id::bigint and c.committed = t.end_offset::bigint and c.lease_id is null
+  and (c.leased_at is null or c.leased_at < t.claimed_at::timestamptz)
 `
 
 type RestoreCursorsParams struct {
@@ -391,16 +530,19 @@ type RestoreCursorsParams struct {
 	PartitionIds []int64
 	StartOffsets []int64
 	EndOffsets   []int64
+	ClaimedAts   []time.Time
 	Rests        []bool
 }
 
-// Undoes an autoAck claim that nobody received, if the cursor is still where that claim left it. Backwards, so pending stays true.
+// Undoes an autoAck claim that nobody received, if the cursor is still where that claim left it, and no seek has put it there since.
+// Backwards, so pending stays true.
 func (q *Queries) RestoreCursors(ctx context.Context, arg RestoreCursorsParams) error {
 	_, err := q.db.Exec(ctx, RestoreCursors,
 		arg.GroupIds,
 		arg.PartitionIds,
 		arg.StartOffsets,
 		arg.EndOffsets,
+		arg.ClaimedAts,
 		arg.Rests,
 	)
 	return err
@@ -421,22 +563,28 @@ with s as materialized (
 ), found as materialized (
     select s.n, s.group_id, s.partition_id, s.action, s.move_to, s.failed_at, s.reach,
            s.dead_id, s.message_id, s.transaction_id, s.error, s.key_no, s.codec, s.frames, s.created_at,
-           g.queue_id, p.next_offset, p.first_offset, q.retry_delay, c.committed, c.batch_end, c.failures,
+           c.at, g.queue_id, p.next_offset, p.first_offset, q.retry_delay, c.committed, c.batch_end, c.failures,
            q.dead_letter_queue or q.dlq_after_max_retries as files,
            c.batch_end is not null as leased,
            case when c.failed_offset = s.failed_at then c.failures else 0 end as failed_before,
            s.action = 1 and c.batch_end is not null and case when c.failed_offset = s.failed_at then c.failures else 0 end >= q.retry_limit as exhausted
     from s
-    join ferrymq.cursors c on c.group_id = s.group_id and c.partition_id = s.partition_id
+    cross join lateral (
+        select x.ctid::tid as at, x.committed, x.batch_end, x.failures, x.failed_offset, x.lease_id, x.lease_until from ferrymq.cursors x
+        where x.group_id = s.group_id and x.partition_id >= s.partition_id and x.partition_id <= s.partition_id
+        order by x.partition_id desc limit 1
+    ) c
     join ferrymq.groups g on g.id = s.group_id and g.deleted_at is null
     join ferrymq.queues q on q.id = g.queue_id and q.deleted_at is null
-    join ferrymq.partitions p on p.id = s.partition_id
+    cross join lateral (
+        select x.next_offset, x.first_offset from ferrymq.partitions x where x.id >= s.partition_id and x.id <= s.partition_id order by x.id desc limit 1
+    ) p
     -- Completing up to an offset of the leased batch means the same wherever the cursor is by now.
     where (c.committed = s.expected or (s.action = 0 and c.committed >= s.expected))
       and (s.lease_id = '00000000-0000-0000-0000-000000000000'
            or (c.lease_id = s.lease_id and (s.action >= 4 or c.lease_until > clock_timestamp())))
 ), judged as materialized (
-    select f.n, f.group_id, f.partition_id, f.action, f.move_to, f.failed_at, f.reach, f.dead_id, f.message_id, f.transaction_id, f.error, f.key_no, f.codec, f.frames, f.created_at, f.queue_id, f.next_offset, f.first_offset, f.retry_delay, f.committed, f.batch_end, f.failures, f.files, f.leased, f.failed_before, f.exhausted,
+    select f.n, f.group_id, f.partition_id, f.action, f.move_to, f.failed_at, f.reach, f.dead_id, f.message_id, f.transaction_id, f.error, f.key_no, f.codec, f.frames, f.created_at, f.at, f.queue_id, f.next_offset, f.first_offset, f.retry_delay, f.committed, f.batch_end, f.failures, f.files, f.leased, f.failed_before, f.exhausted,
            case when f.action = 3 and not f.leased then 3
                 when (f.action = 3 or (f.exhausted and f.files)) and f.dead_id = '00000000-0000-0000-0000-000000000000' then 2
                 when f.action = 3 or (f.exhausted and f.files) then 1
@@ -467,7 +615,7 @@ with s as materialized (
                           when c.failed_offset >= j.to_offset or j.to_offset = c.committed then c.not_before end,
         pending = c.pending and not (j.to_offset = j.reach and j.next_offset <= j.reach)
     from judged j
-    where j.outcome <> 2 and c.group_id = j.group_id and c.partition_id = j.partition_id
+    where j.outcome <> 2 and c.ctid = j.at
     returning j.n, j.outcome, j.to_offset, j.leased and not (j.action = 0 and j.to_offset < j.batch_end) as released, c.pending,
               coalesce(extract(epoch from c.not_before - clock_timestamp()) * 1000, -1) as due_ms
 )

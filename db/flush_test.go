@@ -12,6 +12,7 @@ import (
 
 	"github.com/google/uuid"
 	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgxpool"
 
 	"ferrymq/db"
 	"ferrymq/dbtest"
@@ -125,7 +126,7 @@ func TestFlushIsOneCommit(t *testing.T) {
 	}
 	for _, n := range []int{1, 1000} {
 		t.Run(fmt.Sprint(n, " operations"), func(t *testing.T) {
-			check(t, big(n, ids, g).batch().Send(t.Context(), conn)) // prepares the statements
+			check(t, big(n, ids, g).send(t.Context(), conn)) // prepares the statements
 			fewest, segments := int64(1<<62), one[int](w, "select count(*) from ferrymq.segments")
 			f := big(n, ids, g)
 			for range 3 { // autovacuum may commit beside it, but not each time
@@ -134,7 +135,7 @@ func TestFlushIsOneCommit(t *testing.T) {
 				before = commits()
 				line.reset()
 				f = big(n, ids, g)
-				check(t, f.batch().Send(t.Context(), conn))
+				check(t, f.send(t.Context(), conn))
 				turns := line.reset()
 				equal(t, "turns on the wire", turns, "wr")
 				fewest = min(fewest, commits()-before-base)
@@ -149,7 +150,7 @@ func TestFlushIsOneCommit(t *testing.T) {
 		f := big(300, ids, g)
 		f.lists = []list{{group: g, scan: true, indexFirst: true, want: -1, slots: slots(1, 1, 1)}}
 		segments, tails := one[int](w, "select count(*) from ferrymq.segments"), one[int64](w, "select sum(next_offset)::bigint from ferrymq.partitions")
-		err := f.batch().Send(t.Context(), conn)
+		err := f.send(t.Context(), conn)
 		if db.Code(err) != "2201W" {
 			t.Fatalf("a negative limit answered %v", err)
 		}
@@ -173,12 +174,32 @@ func TestFlushIsOneCommit(t *testing.T) {
 		must[db.PartitionLockRow](t)(a.PartitionLock(t.Context(), db.PartitionLockParams{ID: ids[0]}))
 		var f db.Flush
 		var locked []db.LockPartitionsRow
-		f.FlushSettings(db.FlushSettingsParams{StatementTimeoutMs: "5000", LockTimeoutMs: "10"})
+		f.FlushSettings(db.FlushSettingsParams{StatementTimeoutMs: "5000", LockTimeoutMs: "10"}, nil)
 		f.LockPartitions(db.LockPartitionsParams{Ids: ids[:1], Reaches: []int64{everything}}, &locked)
 		if err := f.Send(t.Context(), conn); !db.IsLockTimeout(err) {
 			t.Errorf("a flush that waits answered %v", err)
 		}
 	})
+}
+
+// TestFlightSettings: a connection for flushes has their settings for as long as it lasts, and does not get them again with each.
+func TestFlightSettings(t *testing.T) {
+	t.Parallel()
+	pool := must[*pgxpool.Pool](t)(db.NewFlights(t.Context(), dbtest.New(t), 1, 7*time.Second, 300*time.Millisecond))
+	defer pool.Close()
+	for range 2 {
+		conn := must[*pgxpool.Conn](t)(pool.Acquire(t.Context()))
+		var f db.Flush
+		f.FlushSettings(db.FlushSettingsParams{StatementTimeoutMs: "1", LockTimeoutMs: "1"}, conn.Conn())
+		equal(t, "statements", f.Len(), 0)
+		for name, want := range map[string]string{"statement_timeout": "7s", "lock_timeout": "300ms", "idle_in_transaction_session_timeout": "5s", "plan_cache_mode": "force_generic_plan",
+			"enable_seqscan": "off", "enable_bitmapscan": "off", "jit": "off"} {
+			var got string
+			check(t, conn.QueryRow(t.Context(), "select current_setting($1)", name).Scan(&got))
+			equal(t, name, got, want)
+		}
+		conn.Release()
+	}
 }
 
 func TestTables(t *testing.T) {

@@ -212,10 +212,19 @@ func (q *Queries) DiscoveryUnmet(ctx context.Context, arg DiscoveryUnmetParams) 
 }
 
 const GroupCreate = `-- name: GroupCreate :one
-insert into ferrymq.groups (queue_id, name, registered, start_mode, start_at, seeded)
-values ($1::int, $2::text, $3::boolean, $4::text, coalesce($5::timestamptz, clock_timestamp()), not $3::boolean)
-on conflict (queue_id, kind, name) where deleted_at is null do update set name = excluded.name
-returning id, queue_id, name, registered, start_mode, start_at, seeded, seeded_to
+with there as materialized (
+    select g.id, g.queue_id, g.name, g.registered, g.start_mode, g.start_at, g.seeded, g.seeded_to
+    from ferrymq.groups g
+    where g.queue_id = $1::int and g.kind = 0 and g.name = $2::text and g.deleted_at is null
+), made as (
+    insert into ferrymq.groups (queue_id, name, registered, start_mode, start_at, seeded)
+    select $1::int, $2::text, $3::boolean, $4::text, coalesce($5::timestamptz, clock_timestamp()), not $3::boolean
+    where not exists (select from there)
+    returning id, queue_id, name, registered, start_mode, start_at, seeded, seeded_to
+)
+select t.id, t.queue_id, t.name, t.registered, t.start_mode, t.start_at, t.seeded, t.seeded_to from there t
+union all
+select m.id, m.queue_id, m.name, m.registered, m.start_mode, m.start_at, m.seeded, m.seeded_to from made m
 `
 
 type GroupCreateParams struct {
@@ -237,7 +246,8 @@ type GroupCreateRow struct {
 	SeededTo   int64
 }
 
-// Needs QueueLock in the same transaction. A null start_at means this moment.
+// Needs QueueLock in the same transaction: nobody makes it between the look and the insert. A conflict would use up an id, of which there
+// are two billion. A null start_at means this moment.
 func (q *Queries) GroupCreate(ctx context.Context, arg GroupCreateParams) (GroupCreateRow, error) {
 	row := q.db.QueryRow(ctx, GroupCreate,
 		arg.QueueID,
@@ -436,7 +446,8 @@ func (q *Queries) SeedLock(ctx context.Context, arg SeedLockParams) ([]int64, er
 
 const SubscriptionCreate = `-- name: SubscriptionCreate :one
 insert into ferrymq.groups (queue_id, kind, project_id, name, registered, start_mode, start_at)
-values ($1::int, 1, $2::int, $3::text, true, $4::text, coalesce($5::timestamptz, clock_timestamp()))
+select $1::int, 1, $2::int, $3::text, true, $4::text, coalesce($5::timestamptz, clock_timestamp())
+where not exists (select from ferrymq.groups g where g.project_id = $2::int and g.name = $3::text and g.kind = 1 and g.deleted_at is null)
 on conflict do nothing
 returning id
 `
@@ -450,6 +461,7 @@ type SubscriptionCreateParams struct {
 }
 
 // Needs QueueLock in the same transaction. No row: the name is taken in the project. A null start_at means this moment.
+// A conflict would use up an id, and whoever starts sends this.
 func (q *Queries) SubscriptionCreate(ctx context.Context, arg SubscriptionCreateParams) (int32, error) {
 	row := q.db.QueryRow(ctx, SubscriptionCreate,
 		arg.QueueID,

@@ -603,7 +603,8 @@ from target t
 order by t.id
 on conflict (group_id, partition_id) do update
 set committed = excluded.committed, origin = excluded.committed - (c.committed - c.origin), pending = excluded.pending,
-    lease_id = null, lease_until = null, batch_end = null, failures = 0, failed_offset = null, not_before = null, attempts = 0, settled = null
+    lease_id = null, lease_until = null, batch_end = null, failures = 0, failed_offset = null, not_before = null, attempts = 0, settled = null,
+    leased_at = case when (select g.kind from ferrymq.groups g where g.id = $1::int) = 0 then clock_timestamp() else c.leased_at end -- fences RestoreCursors
 returning c.partition_id, c.pending
 `
 

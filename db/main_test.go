@@ -218,6 +218,7 @@ type settle struct {
 	failedAt  int64
 	dead      *dead
 	err       string
+	waits     bool // not for CompleteCursors
 }
 
 type dead struct {
@@ -409,18 +410,21 @@ type flight struct {
 	restores []db.RestoreCursorsParams
 	extends  []db.ExtendLeasesParams
 	lists    []list
+	quick    db.ClaimHintedParams
 
-	locked   []db.LockPartitionsRow
-	appended []db.AppendSegmentsRow
-	settled  []db.SettleCursorsRow
-	extended []db.ExtendLeasesRow
-	claimed  []db.ClaimPartitionsRow
+	locked    []db.LockPartitionsRow
+	appended  []db.AppendSegmentsRow
+	settled   []db.SettleCursorsRow // and what send adds from completed
+	completed []db.CompleteCursorsRow
+	extended  []db.ExtendLeasesRow
+	hinted    []db.ClaimHintedRow
+	claimed   []db.ClaimPartitionsRow
 }
 
 // batch queues the statements of a flush in the order a broker does.
 func (f *flight) batch() *db.Flush {
 	b := new(db.Flush)
-	b.FlushSettings(db.FlushSettingsParams{StatementTimeoutMs: "30000", LockTimeoutMs: "20000"})
+	b.FlushSettings(db.FlushSettingsParams{StatementTimeoutMs: "30000", LockTimeoutMs: "20000"}, nil)
 	locks, cursors := f.locks()
 	if len(locks.Ids) > 0 {
 		b.LockPartitions(locks, &f.locked)
@@ -428,14 +432,18 @@ func (f *flight) batch() *db.Flush {
 	if len(f.pushes) > 0 {
 		b.AppendSegments(appends(f.pushes...), &f.appended)
 	}
-	if len(cursors.Pushed)+len(cursors.GroupIds) > 0 {
+	done, others := f.divided()
+	if len(cursors.Pushed) > 0 || len(cursors.GroupIds) > len(done.Ns) {
 		b.LockCursors(cursors)
 	}
 	if len(f.pushes) > 0 {
 		b.MarkPending(db.MarkPendingParams{Pushed: cursors.Pushed})
 	}
-	if len(f.settles) > 0 {
-		b.SettleCursors(settles(f.settles...), &f.settled)
+	if len(done.Ns) > 0 {
+		b.CompleteCursors(completes(done), &f.completed)
+	}
+	if len(others.Ns) > 0 {
+		b.SettleCursors(others, &f.settled)
 	}
 	for _, r := range f.restores {
 		b.RestoreCursors(r)
@@ -443,10 +451,48 @@ func (f *flight) batch() *db.Flush {
 	for _, x := range f.extends {
 		b.ExtendLeases(x, &f.extended)
 	}
+	if len(f.quick.SlotNos) > 0 {
+		b.ClaimHinted(f.quick, &f.hinted)
+	}
 	if len(f.lists) > 0 {
 		b.ClaimPartitions(claims(f.lists...), &f.claimed)
 	}
 	return b
+}
+
+// send runs the flight.
+func (f *flight) send(ctx context.Context, conn interface {
+	SendBatch(context.Context, *pgx.Batch) pgx.BatchResults
+}) error {
+	if err := f.batch().Send(ctx, conn); err != nil {
+		return err
+	}
+	for _, r := range f.completed {
+		f.settled = append(f.settled, db.SettleCursorsRow{N: r.N, Committed: r.Committed, Released: r.Released, Pending: r.Pending, DueMs: r.DueMs})
+	}
+	return nil
+}
+
+// divided are the settles for CompleteCursors, and those for SettleCursors. Each keeps its number.
+func (f *flight) divided() (done, others db.SettleCursorsParams) {
+	var d, o []settle
+	var ns, os []int32
+	for i, s := range f.settles {
+		if s.action == complete && !s.waits {
+			d, ns = append(d, s), append(ns, int32(i))
+		} else {
+			o, os = append(o, s), append(os, int32(i))
+		}
+	}
+	done, others = settles(d...), settles(o...)
+	copy(done.Ns, ns)
+	copy(others.Ns, os)
+	return done, others
+}
+
+// completes is the arguments of CompleteCursors for settles that are its business.
+func completes(p db.SettleCursorsParams) db.CompleteCursorsParams {
+	return db.CompleteCursorsParams{Ns: p.Ns, GroupIds: p.GroupIds, PartitionIds: p.PartitionIds, LeaseIds: p.LeaseIds, Expecteds: p.Expecteds, MoveTos: p.MoveTos, Reaches: p.Reaches}
 }
 
 func (f *flight) locks() (db.LockPartitionsParams, db.LockCursorsParams) {
@@ -473,7 +519,7 @@ func (f *flight) locks() (db.LockPartitionsParams, db.LockCursorsParams) {
 
 func (w *world) fly(f *flight) *flight {
 	w.t.Helper()
-	check(w.t, f.batch().Send(w.ctx(), w.pool))
+	check(w.t, f.send(w.ctx(), w.pool))
 	return f
 }
 
@@ -557,7 +603,7 @@ func (s *session) commit() {
 // fly runs the statements of a flush inside the session's transaction.
 func (s *session) fly(f *flight) *flight {
 	s.w.t.Helper()
-	check(s.w.t, f.batch().Send(s.w.ctx(), s.tx))
+	check(s.w.t, f.send(s.w.ctx(), s.tx))
 	return f
 }
 

@@ -13,30 +13,43 @@ import (
 )
 
 const BrokerBeat = `-- name: BrokerBeat :one
-with beat as (
-    insert into ferrymq.brokers (id, name) values ($1::uuid, $2::text)
+with before as materialized (
+    select b.seen_at from ferrymq.brokers b where b.id = $1::uuid
+), beat as (
+    insert into ferrymq.brokers (id, name) values ($1::uuid, $3::text)
     on conflict (id) do update set seen_at = clock_timestamp()
-    returning id
+    returning seen_at
 )
-select count(*)::bigint as others, clock_timestamp()::timestamptz as now from ferrymq.brokers b
-where b.id <> $1::uuid and b.seen_at > clock_timestamp() - interval '10 seconds'
+select (select count(*) from ferrymq.brokers b where b.id <> $1::uuid and b.seen_at > clock_timestamp() - interval '10 seconds')::bigint as others,
+       clock_timestamp()::timestamptz as now, t.seen_at::timestamptz as seen_at,
+       (not exists (select from before x where x.seen_at >= $2::timestamptz))::boolean as back
+from beat t
 `
 
 type BrokerBeatParams struct {
 	ID   uuid.UUID
+	Last time.Time
 	Name string
 }
 
 type BrokerBeatRow struct {
 	Others int64
 	Now    time.Time
+	SeenAt time.Time
+	Back   bool
 }
 
-// Keeps this broker alive in the table and says whether others are.
+// Keeps this broker alive in the table and says whether others are. back: what the last beat (last) wrote is not there any more, so
+// the database has been set back to an earlier time.
 func (q *Queries) BrokerBeat(ctx context.Context, arg BrokerBeatParams) (BrokerBeatRow, error) {
-	row := q.db.QueryRow(ctx, BrokerBeat, arg.ID, arg.Name)
+	row := q.db.QueryRow(ctx, BrokerBeat, arg.ID, arg.Last, arg.Name)
 	var i BrokerBeatRow
-	err := row.Scan(&i.Others, &i.Now)
+	err := row.Scan(
+		&i.Others,
+		&i.Now,
+		&i.SeenAt,
+		&i.Back,
+	)
 	return i, err
 }
 

@@ -189,7 +189,9 @@ func (q *Queries) PartitionFindPublic(ctx context.Context, arg PartitionFindPubl
 
 const PartitionLock = `-- name: PartitionLock :one
 select p.id, p.next_offset, p.first_offset from ferrymq.partitions p
-where p.id = $1::bigint
+where p.id >= $1::bigint and p.id <= $1::bigint
+order by p.id desc
+limit 1
 for no key update
 `
 

@@ -51,6 +51,7 @@ func activityStatements(w *world) map[string]statement {
 
 		// What these touch grows with queues, with cursors that have something to deliver, and with dead letters.
 		"QueueGauges":            {sql: db.QueueGauges, arg: db.QueueGaugesParams{Ids: ids}, buffers: 6000, index: []string{"cursors_pending", "dead_letters_queue"}},
+		"SubscriptionGauges":     {sql: db.SubscriptionGauges, arg: db.SubscriptionGaugesParams{ProjectID: 1, Max: 1000}, buffers: 6000, index: []string{"groups_subscription", "cursors_pending", "cursors_waiting", "segments_pkey"}},
 		"StatusLeases":           {sql: db.StatusLeases, arg: db.StatusLeasesParams{ProjectID: 1}, index: []string{"cursors_pending"}, seq: groups},
 		"StatusDeadLetters":      {sql: db.StatusDeadLetters, arg: db.StatusDeadLettersParams{ProjectID: 1}, index: []string{"dead_letters_queue"}, seq: queues},
 		"StatusDeadLetterErrors": {sql: db.StatusDeadLetterErrors, arg: db.StatusDeadLetterErrorsParams{ProjectID: 1}, index: []string{"dead_letters_queue"}, seq: queues},

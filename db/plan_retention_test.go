@@ -33,13 +33,12 @@ func retentionStatements(w *world) map[string]statement {
 		"QueueRemoveRetired": {sql: db.QueueRemoveRetired, arg: db.QueueRemoveRetiredParams{Ids: []int64{1, 2, 3}, Max: 100}, buffers: 1000,
 			index: []string{"retired_keys_pkey"}},
 
-		"RetentionLockQueue": {sql: db.RetentionLockQueue, arg: db.RetentionLockQueueParams{QueueID: 1, After: 50_000, Max: 100}, buffers: 900},
 		"RetentionPlan":      {sql: db.RetentionPlan, arg: db.RetentionPlanParams{Ids: parts}, buffers: 3000, index: []string{"partitions_pkey", "segments_pkey"}},
 		"CleanupLock":        {sql: db.CleanupLock, arg: db.CleanupLockParams{Days: 30, Max: 100}, buffers: 900, index: []string{"partitions_empty_since"}},
 		"CleanupLockCursors": {sql: db.CleanupLockCursors, arg: db.CleanupLockCursorsParams{Ids: parts}, buffers: 3000, index: []string{"cursors_pkey"}},
 		"Cleanup":            {sql: db.Cleanup, arg: db.CleanupParams{Ids: parts, Days: 30}, buffers: 4000, index: []string{"partitions_pkey", "cursors_pkey"}},
 		"QueueRemind":        {sql: db.QueueRemind, arg: db.QueueRemindParams{Max: 20, Partitions: 100}, buffers: 2500, index: []string{"queues_remind_at"}},
-		"ClearFind":          {sql: db.ClearFind, arg: db.ClearFindParams{QueueID: 1, Name: "p77"}, buffers: 60},
+		"ClearFree":          {sql: db.ClearFree, arg: db.ClearFreeParams{Ids: parts}, buffers: 8000, index: []string{"partitions_pkey", "cursors_pkey"}},
 		"ClearCursors":       {sql: db.ClearCursors, arg: db.ClearCursorsParams{Ids: parts}, buffers: 8000, index: []string{"cursors_pkey"}},
 		"ClearPartitions":    {sql: db.ClearPartitions, arg: db.ClearPartitionsParams{Ids: parts}, buffers: 3000, index: []string{"partitions_pkey"}},
 	}

@@ -17,8 +17,10 @@ import (
 
 	"github.com/google/uuid"
 	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgxpool"
 
 	"ferrymq/db"
+	"ferrymq/dbtest"
 )
 
 // statement is one query with arguments to plan it with.
@@ -81,13 +83,15 @@ func statements(w *world) map[string]statement {
 		"CreatePartitions": {sql: db.CreatePartitions, arg: creation(uuid.New(), 2, "new", 10), buffers: 150},
 		"CreateCursors":    {sql: db.CreateCursors, arg: db.CreateCursorsParams{PublicIds: []uuid.UUID{public}}, buffers: 100},
 		"LockCursors": {sql: db.LockCursors, arg: db.LockCursorsParams{Pushed: parts, GroupIds: groups, PartitionIds: parts, LeaseIds: leases},
-			buffers: 4500, index: []string{"cursors_pkey"}},
+			buffers: 5000, index: []string{"cursors_pkey"}},
 		"MarkPending":   {sql: db.MarkPending, arg: db.MarkPendingParams{Pushed: parts}, buffers: 4500, index: []string{"cursors_pkey"}},
 		"SettleCursors": {sql: db.SettleCursors, arg: settles(done...), buffers: 6000, index: []string{"cursors_pkey", "partitions_pkey"}},
-		"RestoreCursors": {sql: db.RestoreCursors, arg: db.RestoreCursorsParams{GroupIds: groups, PartitionIds: parts, StartOffsets: reaches, EndOffsets: reaches, Rests: make([]bool, 100)},
+		"RestoreCursors": {sql: db.RestoreCursors, arg: db.RestoreCursorsParams{GroupIds: groups, PartitionIds: parts, StartOffsets: reaches, EndOffsets: reaches, ClaimedAts: make([]time.Time, 100), Rests: make([]bool, 100)},
 			buffers: 900, index: []string{"cursors_pkey"}},
 		"ExtendLeases": {sql: db.ExtendLeases, arg: db.ExtendLeasesParams{Ns: secs, GroupIds: groups, PartitionIds: parts, LeaseIds: leases, Seconds: secs},
 			buffers: 900, index: []string{"cursors_pkey"}},
+		"CompleteCursors": {sql: db.CompleteCursors, arg: completes(settles(done...)), buffers: 4500, index: []string{"cursors_pkey", "partitions_pkey"}},
+		"ClaimHinted":     {sql: db.ClaimHinted, arg: hinted(list{group: 1, hints: pending(1, 10), slots: slots(10, 10, 1)}), buffers: 900, index: []string{"cursors_pkey", "partitions_pkey", "segments_pkey"}},
 		"ClaimPartitions": {sql: db.ClaimPartitions, arg: claims(ten), buffers: 900, index: []string{"cursors_pkey", "cursors_pending", "partitions_pkey", "segments_pkey"}},
 
 		"CursorGet":       {sql: db.CursorGet, arg: db.CursorGetParams{GroupID: 1, PartitionID: 77}, buffers: 60},
@@ -153,9 +157,9 @@ func statements(w *world) map[string]statement {
 }
 
 // flushed are the statements of flushes, hot these and what runs beside many of them.
-var flushed = []string{"LockPartitions", "AppendSegments", "CreatePartitions", "CreateCursors", "LockCursors", "MarkPending", "SettleCursors", "RestoreCursors", "ExtendLeases",
-	"ClaimPartitions"}
-var hot = append(slices.Clone(flushed), "CursorGet", "ReadyGroups", "ReadyPartitions", "GroupAvailable", "PromoteDue", "NextDue", "PartitionFindMany", "PartitionFindPublic", "PartitionLock",
+var flushed = []string{"LockPartitions", "AppendSegments", "CreatePartitions", "CreateCursors", "LockCursors", "MarkPending", "CompleteCursors", "SettleCursors", "RestoreCursors", "ExtendLeases",
+	"ClaimHinted", "ClaimPartitions", "SettleLanes", "ExtendLanes", "OutboxLock", "OutboxMoved"}
+var hot = append(slices.Clone(flushed), "LaneStates", "OutboxNext", "OutboxPeek", "CursorGet", "ReadyGroups", "ReadyPartitions", "GroupAvailable", "PromoteDue", "NextDue", "PartitionFindMany", "PartitionFindPublic", "PartitionLock",
 	"SegmentKeys", "SegmentKeysAt", "SegmentAt", "SegmentFrames", "DedupStart", "CursorCreate", "SeedLock", "SeedCursors")
 
 // generated are the names and texts of all queries that sqlc generated.
@@ -362,7 +366,7 @@ func TestPlans(t *testing.T) {
 	t.Logf("data set built in %v", time.Since(began).Round(time.Millisecond))
 	all := statements(w)
 	for _, more := range []func(*world) map[string]statement{groupStatements, transactionStatements, messageStatements, retentionStatements, systemStatements,
-		statsStatements, activityStatements, laneStatements, keyStatements, deadStatements, v1AdminStatements, outboxStatements} {
+		statsStatements, activityStatements, laneStatements, keyStatements, deadStatements, v1AdminStatements, outboxStatements, consoleStatements} {
 		maps.Copy(all, more(w))
 	}
 	texts := generated(t)
@@ -424,16 +428,23 @@ func TestPlans(t *testing.T) {
 }
 
 // TestPlansUnanalyzed plans the hot statements when the tables are empty and keeps the plans while the tables grow,
-// and once more when they have grown and nobody has analyzed them.
+// once more when they have grown and nobody has analyzed them, or only when they were empty, and when they are drained but were analyzed full.
 func TestPlansUnanalyzed(t *testing.T) {
 	t.Parallel()
-	w := newWorld(t, 3)
-	for _, table := range []string{"partitions", "segments", "cursors", "queues", "groups"} {
-		w.exec("alter table ferrymq." + table + " set (autovacuum_enabled = off)")
-	}
-	for _, mode := range []string{"force_generic_plan", "auto"} { // of what runs outside of flushes
-		t.Run(mode, func(t *testing.T) {
-			w.exec("truncate ferrymq.retired_keys, ferrymq.partitions, ferrymq.segments, ferrymq.cursors, ferrymq.queues, ferrymq.groups, ferrymq.jobs, ferrymq.leases, ferrymq.discovery_groups, ferrymq.dead_letters restart identity")
+	for _, v := range []struct { // the mode is of what runs outside of flushes
+		mode  string
+		empty bool // analyzed when the tables are
+	}{{"force_generic_plan", false}, {"auto", false}, {"auto", true}} {
+		mode := v.mode
+		t.Run(fmt.Sprint(mode, v.empty), func(t *testing.T) {
+			t.Parallel()
+			w := newWorld(t, 3)
+			for _, table := range []string{"partitions", "segments", "cursors", "queues", "groups", "outbox"} {
+				w.exec("alter table ferrymq." + table + " set (autovacuum_enabled = off)")
+			}
+			if v.empty {
+				w.exec("analyze")
+			}
 			conn := must[pgx.Tx](t)(w.pool.Begin(t.Context()))
 			defer conn.Rollback(context.Background())
 			if _, err := conn.Exec(t.Context(), "select set_config('plan_cache_mode', $1, true)", mode); err != nil {
@@ -455,8 +466,8 @@ func TestPlansUnanalyzed(t *testing.T) {
 							t.Fatalf("%s: %s", name, db.Text(err))
 						}
 					}
-					tiny := []string{"groups", "queues"}
-					if name == "PromoteDue" { // by ctid when the table has grown; it runs when something is due, and soon there are statistics
+					tiny := []string{"groups", "queues", "in_flight"} // in_flight: those of limited subscriptions
+					if name == "PromoteDue" {                         // by ctid when the table has grown; it runs when something is due, and soon there are statistics
 						tiny = append(tiny, "cursors")
 					}
 					if found := scans(root, tiny); len(found) > 0 {
@@ -468,18 +479,68 @@ func TestPlansUnanalyzed(t *testing.T) {
 			for _, name := range hot {
 				prepare(t, conn, name+mode, texts[name])
 			}
-			look("on empty tables")
+			if !v.empty { // else only for so long: planAge
+				look("on empty tables")
+			}
 			// In another session: this one would plan anew after what makes loading quick.
 			check(t, pgx.BeginFunc(t.Context(), w.pool, func(tx pgx.Tx) error { fill(t, tx, 5000, 4, 500, 100); return nil }))
-			look("before the tables grew")
-			for _, name := range hot {
-				if _, err := conn.Exec(t.Context(), "deallocate \""+name+mode+"\"", pgx.QueryExecModeSimpleProtocol); err != nil {
+			if v.empty {
+				if _, err := conn.Exec(t.Context(), "discard plans", pgx.QueryExecModeSimpleProtocol); err != nil {
 					t.Fatal(err)
 				}
-				prepare(t, conn, name+mode, texts[name])
 			}
-			look("on tables that were never analyzed")
+			look("before the tables grew, or when its plans were discarded")
+			again := func() {
+				for _, name := range hot {
+					if _, err := conn.Exec(t.Context(), "deallocate \""+name+mode+"\"", pgx.QueryExecModeSimpleProtocol); err != nil {
+						t.Fatal(err)
+					}
+					prepare(t, conn, name+mode, texts[name])
+				}
+			}
+			again()
+			look("on tables that were never analyzed since")
+			w.exec("update ferrymq.cursors set pending = true, committed = 0")
+			w.exec("analyze")
+			again()
+			look("on full tables")
+			w.exec("update ferrymq.cursors c set pending = false, not_before = null, committed = p.next_offset from ferrymq.partitions p where p.id = c.partition_id")
+			w.exec("delete from ferrymq.outbox")
+			look("on full tables that have been drained")
+			again()
+			look("on drained tables that were analyzed full")
 		})
+	}
+}
+
+// TestPlansRenewed: a plan that was made when its table was empty is not kept for as long as its connection lives.
+func TestPlansRenewed(t *testing.T) {
+	t.Parallel()
+	pool := must[*pgxpool.Pool](t)(db.NewPool(t.Context(), dbtest.New(t), 1, time.Minute))
+	defer pool.Close()
+	if _, err := pool.Exec(t.Context(), "create table public.small (id int primary key) with (autovacuum_enabled = off); analyze public.small; set plan_cache_mode = force_generic_plan", pgx.QueryExecModeSimpleProtocol); err != nil {
+		t.Fatal(err)
+	}
+	plan := func(ago time.Duration) string {
+		conn := must[*pgxpool.Conn](t)(pool.Acquire(t.Context()))
+		defer conn.Release()
+		rows := must[pgx.Rows](t)(conn.Query(t.Context(), "explain execute find(1)", pgx.QueryExecModeSimpleProtocol))
+		lines := must[[]string](t)(pgx.CollectRows(rows, pgx.RowTo[string]))
+		conn.Conn().PgConn().CustomData()["planned"] = time.Now().Add(-ago)
+		return strings.Join(lines, "\n")
+	}
+	if _, err := pool.Exec(t.Context(), "prepare find(int) as select from public.small where id = $1", pgx.QueryExecModeSimpleProtocol); err != nil {
+		t.Fatal(err)
+	}
+	plan(0)
+	if _, err := pool.Exec(t.Context(), "insert into public.small select generate_series(1, 10000)"); err != nil {
+		t.Fatal(err)
+	}
+	if p := plan(time.Hour); !strings.Contains(p, "Seq Scan") {
+		t.Fatalf("this is no plan that gets too old: %s", p)
+	}
+	if p := plan(0); strings.Contains(p, "Seq Scan") {
+		t.Errorf("an hour later: %s", p)
 	}
 }
 
@@ -496,7 +557,9 @@ func statementsOnEmpty() map[string]any {
 		"LockCursors":         db.LockCursorsParams{Pushed: ids, GroupIds: groups, PartitionIds: ids, LeaseIds: leases},
 		"MarkPending":         db.MarkPendingParams{Pushed: ids},
 		"SettleCursors":       settles(settle{group: 1, partition: 1}, settle{group: 1, partition: 2}, settle{group: 1, partition: 3}),
-		"RestoreCursors":      db.RestoreCursorsParams{GroupIds: groups, PartitionIds: ids, StartOffsets: ids, EndOffsets: ids, Rests: make([]bool, 3)},
+		"CompleteCursors":     completes(settles(settle{group: 1, partition: 1}, settle{group: 1, partition: 2}, settle{group: 1, partition: 3})),
+		"ClaimHinted":         hinted(list{group: 1, hints: ids, slots: slots(3, 10, 1)}),
+		"RestoreCursors":      db.RestoreCursorsParams{GroupIds: groups, PartitionIds: ids, StartOffsets: ids, EndOffsets: ids, ClaimedAts: make([]time.Time, 3), Rests: make([]bool, 3)},
 		"ExtendLeases":        db.ExtendLeasesParams{Ns: ns, GroupIds: groups, PartitionIds: ids, LeaseIds: leases, Seconds: ns},
 		"ClaimPartitions":     claims(l),
 		"CursorGet":           db.CursorGetParams{GroupID: 1, PartitionID: 1},
@@ -514,7 +577,16 @@ func statementsOnEmpty() map[string]any {
 		"SegmentFrames":       db.SegmentFramesParams{PartitionIds: []int64{1, 2}, BaseOffsets: []int64{0, 0}},
 		"DedupStart":          db.DedupStartParams{Since: now, ID: 1},
 		"CursorCreate":        db.CursorCreateParams{GroupID: 1, StartAt: now, PartitionID: 1},
-		"SeedLock":            db.SeedLockParams{QueueID: 1, After: 1, Max: 10},
-		"SeedCursors":         db.SeedCursorsParams{GroupID: 1, StartAt: now, Ids: ids},
+		"SettleLanes": db.SettleLanesParams{Ns: ns, GroupIds: groups, PartitionIds: ids, LeaseIds: leases, Actions: ns, Delays: ids, Reaches: ids, Errors: make([]string, 3),
+			Signatures: make([]string, 3), DeadIds: leases, MessageIds: leases, TransactionIds: make([]string, 3), KeyNos: make([]int16, 3), Codecs: make([]int16, 3),
+			Frames: [][]byte{{}, {}, {}}, CreatedAts: make([]time.Time, 3)},
+		"ExtendLanes": db.ExtendLanesParams{Ns: ns, GroupIds: groups, PartitionIds: ids, LeaseIds: leases, Seconds: ns},
+		"LaneStates":  db.LaneStatesParams{GroupID: 1, PartitionIds: ids},
+		"OutboxLock":  db.OutboxLockParams{Ids: ids},
+		"OutboxMoved": db.OutboxMovedParams{PlaceIds: ids, PartitionIds: ids, MessageOffsets: ids, Ids: ids},
+		"OutboxNext":  nil,
+		"OutboxPeek":  db.OutboxPeekParams{RestProjects: []int32{}, RestStreams: []string{}, RestKeys: []string{}, Max: 100, Bytes: 1 << 20},
+		"SeedLock":    db.SeedLockParams{QueueID: 1, After: 1, Max: 10},
+		"SeedCursors": db.SeedCursorsParams{GroupID: 1, StartAt: now, Ids: ids},
 	}
 }

@@ -4,6 +4,7 @@ import (
 	"context"
 	"fmt"
 	"testing"
+	"time"
 
 	"github.com/google/uuid"
 	"github.com/jackc/pgx/v5"
@@ -16,7 +17,7 @@ import (
 
 // send runs a flush on a connection of its own.
 func (w *world) send(f *flight) <-chan error {
-	return async(func() error { return f.batch().Send(w.ctx(), w.pool) })
+	return async(func() error { return f.send(w.ctx(), w.pool) })
 }
 
 // leased makes a partition of n messages, all leased to one pop.
@@ -151,9 +152,10 @@ func TestRaceClaimAgainstSettle(t *testing.T) {
 		w.exec("update ferrymq.cursors set lease_until = now() - interval '1 second' where partition_id = $1", p)
 		a, second := w.begin(), uuid.New()
 		must[[]db.ClaimPartitionsRow](t)(a.ClaimPartitions(t.Context(), claims(list{group: g, hints: []int64{p}, slots: []slot{{lease: second, budget: 9}}})))
+		equal(t, "completed", len(w.settle(settle{group: g, partition: p, lease: lease, action: complete})), 0) // its lease is over: it does not even wait
 		var flights []*flight
 		var done []<-chan error
-		for i, action := range []int32{complete, deadLetter, rest} {
+		for i, action := range []int32{deadLetter, rest} {
 			flights = append(flights, &flight{settles: []settle{{group: g, partition: p, lease: lease, action: action}}})
 			done = append(done, w.send(flights[i]))
 			dbtest.WaitBlocked(t, w.pool, i+1)
@@ -468,7 +470,7 @@ func TestRaceOppositeOrder(t *testing.T) {
 		rounds := func(pushTo, drain int64, group int32) error {
 			for range 150 {
 				f := &flight{pushes: []push{{pushTo, -1, []int{1}}}, lists: []list{{group: group, hints: []int64{drain}, slots: []slot{{lease: uuid.New(), budget: 1000}}}}}
-				if err := f.batch().Send(w.ctx(), w.pool); err != nil {
+				if err := f.send(w.ctx(), w.pool); err != nil {
 					return err
 				}
 				f.settles = nil
@@ -478,7 +480,7 @@ func TestRaceOppositeOrder(t *testing.T) {
 					}
 				}
 				f.lists = nil
-				if err := f.batch().Send(w.ctx(), w.pool); err != nil {
+				if err := f.send(w.ctx(), w.pool); err != nil {
 					return err
 				}
 			}
@@ -523,7 +525,15 @@ func TestRaceExtendAndRestoreAgainstSettle(t *testing.T) {
 		dbtest.WaitBlocked(t, w.pool, 1)
 		a.commit()
 		check(t, finish(t, settling))
-		equal(t, "settled", len(f.settled), 1)
+		equal(t, "settled", len(f.settled), 0) // the cursor moved under it
+		f = &flight{settles: []settle{{group: g, partition: p, lease: lease, action: complete, moveTo: 3, waits: true}}}
+		a = w.begin()
+		equal(t, "extended again", len(a.fly(extend(p, lease)).extended), 1)
+		settling = w.send(f)
+		dbtest.WaitBlocked(t, w.pool, 1)
+		a.commit()
+		check(t, finish(t, settling))
+		equal(t, "settled by the one that waits", len(f.settled), 1)
 		equal(t, "pending", w.cursor(g, p).pending, false)
 	})
 	t.Run("restore against the next claim", func(t *testing.T) {
@@ -532,7 +542,7 @@ func TestRaceExtendAndRestoreAgainstSettle(t *testing.T) {
 		lease := uuid.New()
 		a := w.begin()
 		must[[]db.ClaimPartitionsRow](t)(a.ClaimPartitions(t.Context(), claims(list{group: g, hints: []int64{p}, slots: []slot{{lease: lease, budget: 2}}})))
-		restoring := w.send(&flight{restores: []db.RestoreCursorsParams{{GroupIds: []int32{g}, PartitionIds: []int64{p}, StartOffsets: []int64{0}, EndOffsets: []int64{2}, Rests: []bool{false}}}})
+		restoring := w.send(&flight{restores: []db.RestoreCursorsParams{{GroupIds: []int32{g}, PartitionIds: []int64{p}, StartOffsets: []int64{0}, EndOffsets: []int64{2}, ClaimedAts: []time.Time{time.Now()}, Rests: []bool{false}}}})
 		dbtest.WaitBlocked(t, w.pool, 1)
 		a.commit()
 		check(t, finish(t, restoring))

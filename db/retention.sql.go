@@ -40,7 +40,7 @@ with judged as materialized (
     from judged j
     where p.id = j.id and j.id not in (select x.id from goes x)
 )
-select x.id, x.public_id, x.queue_id, x.name, x.hidden from goes x
+select x.id, x.public_id, x.queue_id, q.project_id, x.name, x.hidden from goes x join ferrymq.queues q on q.id = x.queue_id
 `
 
 type CleanupParams struct {
@@ -49,11 +49,12 @@ type CleanupParams struct {
 }
 
 type CleanupRow struct {
-	ID       int64
-	PublicID uuid.UUID
-	QueueID  int32
-	Name     string
-	Hidden   bool
+	ID        int64
+	PublicID  uuid.UUID
+	QueueID   int32
+	ProjectID int32
+	Name      string
+	Hidden    bool
 }
 
 // Removes those of the locked partitions that are empty and idle and hold nothing else that is needed, and puts off the others.
@@ -70,6 +71,7 @@ func (q *Queries) Cleanup(ctx context.Context, arg CleanupParams) ([]CleanupRow,
 			&i.ID,
 			&i.PublicID,
 			&i.QueueID,
+			&i.ProjectID,
 			&i.Name,
 			&i.Hidden,
 		); err != nil {
@@ -138,7 +140,7 @@ func (q *Queries) CleanupLockCursors(ctx context.Context, arg CleanupLockCursors
 
 const ClearCursors = `-- name: ClearCursors :many
 with found as materialized (
-    select c.group_id, c.partition_id, c.lease_id, p.next_offset
+    select c.group_id, c.partition_id, c.lease_id, p.next_offset, g.kind
     from ferrymq.partitions p
     join ferrymq.groups g on g.queue_id = p.queue_id and g.deleted_at is null
     join ferrymq.cursors c on c.group_id = g.id and c.partition_id = p.id
@@ -147,7 +149,8 @@ with found as materialized (
     for no key update of c
 ), moved as (
     update ferrymq.cursors c
-    set committed = f.next_offset, origin = f.next_offset - (c.committed - c.origin), lease_id = null, lease_until = null, batch_end = null, failed_offset = null, failures = 0, attempts = 0, not_before = null, pending = false
+    set committed = f.next_offset, origin = f.next_offset - (c.committed - c.origin), lease_id = null, lease_until = null, batch_end = null, failed_offset = null, failures = 0, attempts = 0, not_before = null, pending = false,
+        leased_at = case when f.kind = 0 then clock_timestamp() else c.leased_at end -- fences RestoreCursors
     from found f
     where c.group_id = f.group_id and c.partition_id = f.partition_id
 ), freed as (
@@ -188,22 +191,50 @@ func (q *Queries) ClearCursors(ctx context.Context, arg ClearCursorsParams) ([]C
 	return items, nil
 }
 
-const ClearFind = `-- name: ClearFind :one
-select p.id from ferrymq.partitions p
-where p.queue_id = $1::int and not p.hidden and p.name = $2::text
-for no key update
+const ClearFree = `-- name: ClearFree :many
+with free as materialized (
+    select c.partition_id
+    from ferrymq.partitions p
+    join ferrymq.groups g on g.queue_id = p.queue_id and g.deleted_at is null
+    join ferrymq.cursors c on c.group_id = g.id and c.partition_id = p.id
+    where p.id = any($1::bigint[])
+    order by c.group_id, c.partition_id
+    for no key update of c skip locked
+), n as materialized (
+    select f.partition_id, count(*) as cursors from free f group by f.partition_id
+)
+select p.id
+from ferrymq.partitions p
+left join n on n.partition_id = p.id
+where p.id = any($1::bigint[])
+  and coalesce(n.cursors, 0) = (select count(*) from ferrymq.groups g join ferrymq.cursors c on c.group_id = g.id and c.partition_id = p.id
+                                where g.queue_id = p.queue_id and g.deleted_at is null)
+order by p.id
 `
 
-type ClearFindParams struct {
-	QueueID int32
-	Name    string
+type ClearFreeParams struct {
+	Ids []int64
 }
 
-func (q *Queries) ClearFind(ctx context.Context, arg ClearFindParams) (int64, error) {
-	row := q.db.QueryRow(ctx, ClearFind, arg.QueueID, arg.Name)
-	var id int64
-	err := row.Scan(&id)
-	return id, err
+// Of the locked partitions those whose cursors can all be had without waiting, and locks these.
+func (q *Queries) ClearFree(ctx context.Context, arg ClearFreeParams) ([]int64, error) {
+	rows, err := q.db.Query(ctx, ClearFree, arg.Ids)
+	if err != nil {
+		return nil, err
+	}
+	defer rows.Close()
+	var items []int64
+	for rows.Next() {
+		var id int64
+		if err := rows.Scan(&id); err != nil {
+			return nil, err
+		}
+		items = append(items, id)
+	}
+	if err := rows.Err(); err != nil {
+		return nil, err
+	}
+	return items, nil
 }
 
 const ClearPartitions = `-- name: ClearPartitions :one
@@ -429,44 +460,9 @@ func (q *Queries) RetentionLock(ctx context.Context, arg RetentionLockParams) ([
 	return items, nil
 }
 
-const RetentionLockQueue = `-- name: RetentionLockQueue :many
-select p.id from ferrymq.partitions p
-where p.queue_id = $1::int and p.id > $2::bigint
-order by p.id
-limit $3::bigint
-for no key update
-`
-
-type RetentionLockQueueParams struct {
-	QueueID int32
-	After   int64
-	Max     int64
-}
-
-// The next partitions of a queue, for what changes them in chunks.
-func (q *Queries) RetentionLockQueue(ctx context.Context, arg RetentionLockQueueParams) ([]int64, error) {
-	rows, err := q.db.Query(ctx, RetentionLockQueue, arg.QueueID, arg.After, arg.Max)
-	if err != nil {
-		return nil, err
-	}
-	defer rows.Close()
-	var items []int64
-	for rows.Next() {
-		var id int64
-		if err := rows.Scan(&id); err != nil {
-			return nil, err
-		}
-		items = append(items, id)
-	}
-	if err := rows.Err(); err != nil {
-		return nil, err
-	}
-	return items, nil
-}
-
 const RetentionMove = `-- name: RetentionMove :many
 with rule as materialized (
-    select p.id, p.queue_id, p.first_offset, p.next_offset,
+    select p.id, p.queue_id, q.project_id, p.first_offset, p.next_offset,
            case when q.deleted_at is null then q.retain_seconds end as retain,
            case when q.retention_enabled and q.retention_seconds > 0 then q.retention_seconds end as keep,
            case when q.retention_enabled and q.completed_retention_seconds > 0 then q.completed_retention_seconds end as keep_completed,
@@ -475,7 +471,7 @@ with rule as materialized (
     join ferrymq.queues q on q.id = p.queue_id
     where p.id = any($1::bigint[])
 ), bound as materialized (
-    select r.id, r.queue_id, r.first_offset, r.next_offset, r.retain, r.keep, r.keep_completed, r.keep_waiting,
+    select r.id, r.queue_id, r.project_id, r.first_offset, r.next_offset, r.retain, r.keep, r.keep_completed, r.keep_waiting,
            case when r.keep is null then r.first_offset
                 else ferrymq.offset_between(r.id, r.first_offset, r.next_offset, statement_timestamp() - r.keep * interval '1 second') end as kept,
            case when r.keep_waiting is null then r.first_offset
@@ -491,7 +487,7 @@ with rule as materialized (
     from rule r
     where r.retain is not null
 ), target as materialized (
-    select b.id, b.queue_id, b.first_offset, b.next_offset, b.retain, b.keep, b.keep_completed, b.keep_waiting, b.kept, b.waited, b.aged, b.passed, greatest(b.first_offset, case when b.passed >= b.aged then b.aged else (
+    select b.id, b.queue_id, b.project_id, b.first_offset, b.next_offset, b.retain, b.keep, b.keep_completed, b.keep_waiting, b.kept, b.waited, b.aged, b.passed, greatest(b.first_offset, case when b.passed >= b.aged then b.aged else (
                select case when s.base_offset + s.count <= b.passed then b.passed else s.base_offset end
                from ferrymq.segments s
                where s.partition_id = b.id and s.base_offset <= b.passed
@@ -513,7 +509,7 @@ with rule as materialized (
     ) t
     where p.id = t.id
 )
-select t.id::bigint as id, t.queue_id::int as queue_id, (greatest(t.kept, t.waited, t.consumed) - t.first_offset)::bigint as removed,
+select t.id::bigint as id, t.queue_id::int as queue_id, t.project_id::int as project_id, (greatest(t.kept, t.waited, t.consumed) - t.first_offset)::bigint as removed,
        (t.consumed - t.first_offset)::bigint as completed,
        (greatest(t.kept, t.consumed) - t.consumed)::bigint as retained,
        (greatest(t.kept, t.waited, t.consumed) - greatest(t.kept, t.consumed))::bigint as evicted,
@@ -529,6 +525,7 @@ type RetentionMoveParams struct {
 type RetentionMoveRow struct {
 	ID        int64
 	QueueID   int32
+	ProjectID int32
 	Removed   int64
 	Completed int64
 	Retained  int64
@@ -551,6 +548,7 @@ func (q *Queries) RetentionMove(ctx context.Context, arg RetentionMoveParams) ([
 		if err := rows.Scan(
 			&i.ID,
 			&i.QueueID,
+			&i.ProjectID,
 			&i.Removed,
 			&i.Completed,
 			&i.Retained,

@@ -306,7 +306,7 @@ func TestRestore(t *testing.T) {
 		return p
 	}
 	restore := func(p, start, end int64, rest bool) {
-		w.fly(&flight{restores: []db.RestoreCursorsParams{{GroupIds: []int32{g}, PartitionIds: []int64{p}, StartOffsets: []int64{start}, EndOffsets: []int64{end}, Rests: []bool{rest}}}})
+		w.fly(&flight{restores: []db.RestoreCursorsParams{{GroupIds: []int32{g}, PartitionIds: []int64{p}, StartOffsets: []int64{start}, EndOffsets: []int64{end}, ClaimedAts: []time.Time{time.Now()}, Rests: []bool{rest}}}})
 	}
 	p := taken("where it was left")
 	restore(p, 0, 3, false)

@@ -76,7 +76,7 @@ func TestStress(t *testing.T) {
 			}()
 			for ctx.Err() == nil || len(mine) > 0 {
 				f := l.random(r, ids, groups, mine, ctx.Err() != nil)
-				if err := f.batch().Send(t.Context(), w.pool); err != nil {
+				if err := f.send(t.Context(), w.pool); err != nil {
 					l.mu.Lock()
 					l.fail("a flush failed: %s", db.Text(err))
 					l.mu.Unlock()
@@ -202,6 +202,11 @@ func (l *ledger) random(r *rand.Rand, ids []int64, groups []int32, mine map[curs
 		if r.IntN(3) == 0 {
 			continue
 		}
+		for _, i := range r.Perm(len(ids))[:r.IntN(3)] {
+			f.quick.Groups, f.quick.Partitions, f.quick.Leases = append(f.quick.Groups, g), append(f.quick.Partitions, ids[i]), append(f.quick.Leases, uuid.New())
+			f.quick.SlotNos, f.quick.Budgets, f.quick.Seconds = append(f.quick.SlotNos, int32(len(f.quick.SlotNos))), append(f.quick.Budgets, int64(1+r.IntN(20))), append(f.quick.Seconds, 600)
+			f.quick.AutoAcks, f.quick.Frames, f.quick.SpanBytes = append(f.quick.AutoAcks, false), append(f.quick.Frames, true), 1<<30
+		}
 		x := list{group: g, scan: r.IntN(4) > 0, indexFirst: r.IntN(4) == 0, from: ids[r.IntN(len(ids))]}
 		for _, i := range r.Perm(len(ids))[:r.IntN(3)] {
 			x.hints = append(x.hints, ids[i])
@@ -252,30 +257,34 @@ func (l *ledger) land(f *flight, mine map[cursorKey]held) {
 		}
 	}
 	seen := map[cursorKey]bool{}
+	took := func(k cursorKey, lease uuid.UUID, start, take int64) {
+		if h, ok := mine[k]; seen[k] {
+			if !ok || h.lease != lease {
+				l.fail("two slots got %v", k)
+			}
+			return
+		}
+		seen[k] = true
+		if l.holder[k] != none {
+			l.fail("%v was leased while it was held", k)
+		}
+		if l.next[k] >= 0 && start != l.next[k] {
+			l.fail("%v was delivered from %d, not from %d", k, start, l.next[k])
+		}
+		l.next[k] = start
+		l.holder[k] = lease
+		mine[k] = held{lease, start, start + take}
+	}
+	for _, r := range f.hinted {
+		took(cursorKey{f.quick.Groups[r.SlotNo], r.PartitionID}, f.quick.Leases[r.SlotNo], r.StartOffset, r.Take)
+	}
 	slot := int32(0)
 	for no, x := range f.lists {
 		for _, s := range x.slots {
 			for _, r := range f.claimed {
-				k := cursorKey{x.group, r.PartitionID}
-				if r.SlotNo != slot || int(r.ListNo) != no {
-					continue
+				if r.SlotNo == slot && int(r.ListNo) == no {
+					took(cursorKey{x.group, r.PartitionID}, s.lease, r.StartOffset, r.Take)
 				}
-				if h, ok := mine[k]; seen[k] {
-					if !ok || h.lease != s.lease {
-						l.fail("two slots got %v", k)
-					}
-					continue
-				}
-				seen[k] = true
-				if l.holder[k] != none {
-					l.fail("%v was leased while it was held", k)
-				}
-				if l.next[k] >= 0 && r.StartOffset != l.next[k] {
-					l.fail("%v was delivered from %d, not from %d", k, r.StartOffset, l.next[k])
-				}
-				l.next[k] = r.StartOffset
-				l.holder[k] = s.lease
-				mine[k] = held{s.lease, r.StartOffset, r.StartOffset + r.Take}
 			}
 			slot++
 		}

@@ -146,7 +146,9 @@ func (q *Queries) ProjectAlive(ctx context.Context, arg ProjectAliveParams) (boo
 
 const ProjectCreate = `-- name: ProjectCreate :one
 
-insert into ferrymq.projects (name) values ($1::text)
+insert into ferrymq.projects (name)
+select $1::text
+where not exists (select from ferrymq.projects p where p.name = $1::text and p.deleted_at is null) -- a conflict would use up an id
 on conflict (name) where deleted_at is null do nothing
 returning created_at
 `

@@ -167,6 +167,53 @@ from unnest(@ids::int[]) as l (id)
 left join behind b on b.queue_id = l.id
 cross join lateral (select count(*) as dead_letters from ferrymq.dead_letters x where x.queue_id = l.id offset 0) d;
 
+-- name: SubscriptionGauges :many
+-- What the subscriptions of a project have before them, those with the most first: of each, the first hundred thousand lanes that
+-- are not drained. Beyond ten thousand of them in all the age is that of an even sample.
+with subs as materialized (
+    select g.id, g.name, q.name as queue
+    from ferrymq.groups g
+    cross join lateral (select x.name from ferrymq.queues x where x.id = g.queue_id and x.deleted_at is null offset 0) q
+    where g.project_id = @project_id::int and g.kind = 1 and g.deleted_at is null
+), opened as materialized (
+    select s.id, c.partition_id, c.committed, c.attempts, c.retrying
+    from subs s
+    cross join lateral (
+        select k.partition_id, k.committed, k.attempts, false as retrying
+        from ferrymq.cursors k where k.group_id = s.id and k.pending and k.not_before is null
+        union all
+        select k.partition_id, k.committed, k.attempts, k.attempts > 0 from ferrymq.cursors k where k.group_id = s.id and k.not_before is not null
+        limit 100000
+    ) c
+), lanes as materialized (
+    select o.id, o.partition_id, o.attempts, o.retrying, p.head, p.tail - p.head as messages
+    from opened o
+    cross join lateral (
+        select greatest(o.committed, x.first_offset) as head, x.next_offset as tail from ferrymq.partitions x where x.id = o.partition_id offset 0
+    ) p
+    where p.tail > p.head
+), ages as materialized (
+    select l.id, greatest(extract(epoch from clock_timestamp() - min(s.created_at)), 0)::float8 as oldest
+    from lanes l
+    cross join lateral (
+        select x.created_at from ferrymq.segments x
+        where x.partition_id = l.partition_id and x.base_offset <= l.head
+        order by x.base_offset desc
+        limit 1
+    ) s
+    where l.partition_id % (1 + (select count(*) from lanes) / 10000) = 0
+    group by l.id
+), sums as materialized (
+    select l.id, sum(l.messages) as messages, count(*) filter (where l.retrying) as retrying, max(l.attempts) as attempts from lanes l group by l.id
+)
+select s.queue, s.name, coalesce(n.messages, 0)::bigint as messages, coalesce(n.retrying, 0)::bigint as retrying,
+       coalesce(n.attempts, 0)::bigint as attempts, coalesce(a.oldest, 0)::float8 as oldest
+from subs s
+left join sums n on n.id = s.id
+left join ages a on a.id = s.id
+order by n.messages desc nulls last, s.name
+limit @max::bigint;
+
 -- name: StatusLeases :one
 -- The live leases of the queues that a filter leaves.
 select count(distinct l.lease_id)::bigint as active, count(l.lease_id)::bigint as partitions, coalesce(sum(l.batch_end - l.committed), 0)::bigint as messages

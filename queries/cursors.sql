@@ -63,7 +63,8 @@ left join lateral (
     select x.pending and (x.not_before is null or x.not_before <= clock_timestamp())
            and (x.lease_until is null or x.lease_until < clock_timestamp()) as ready
     from ferrymq.cursors x
-    where x.group_id = t.group_id::int and x.partition_id = t.partition_id::bigint
+    where x.group_id = t.group_id::int and x.partition_id >= t.partition_id::bigint and x.partition_id <= t.partition_id::bigint
+    order by x.partition_id desc
     limit 1
 ) c on true
 where coalesce(c.ready, true)
@@ -76,9 +77,10 @@ select coalesce((
     from (
         select p.next_offset - greatest(c.committed, p.first_offset) as available
         from ferrymq.cursors c
-        join ferrymq.partitions p on p.id = c.partition_id
+        cross join lateral (select y.next_offset, y.first_offset from ferrymq.partitions y where y.id = c.partition_id offset 0) p
         where c.group_id = @group_id::int and c.pending and c.not_before is null
           and (c.lease_until is null or c.lease_until < clock_timestamp())
+        order by c.partition_id -- by index, however many are pending: a moment later few may be
         limit @parts::bigint
     ) x), 0)::bigint as available
 from ferrymq.groups g

@@ -4,11 +4,21 @@ from ferrymq.groups g
 where g.queue_id = @queue_id::int and g.kind = 0 and g.name = @name::text and g.deleted_at is null;
 
 -- name: GroupCreate :one
--- Needs QueueLock in the same transaction. A null start_at means this moment.
-insert into ferrymq.groups (queue_id, name, registered, start_mode, start_at, seeded)
-values (@queue_id::int, @name::text, @registered::boolean, @start_mode::text, coalesce(sqlc.narg('start_at')::timestamptz, clock_timestamp()), not @registered::boolean)
-on conflict (queue_id, kind, name) where deleted_at is null do update set name = excluded.name
-returning id, queue_id, name, registered, start_mode, start_at, seeded, seeded_to;
+-- Needs QueueLock in the same transaction: nobody makes it between the look and the insert. A conflict would use up an id, of which there
+-- are two billion. A null start_at means this moment.
+with there as materialized (
+    select g.id, g.queue_id, g.name, g.registered, g.start_mode, g.start_at, g.seeded, g.seeded_to
+    from ferrymq.groups g
+    where g.queue_id = @queue_id::int and g.kind = 0 and g.name = @name::text and g.deleted_at is null
+), made as (
+    insert into ferrymq.groups (queue_id, name, registered, start_mode, start_at, seeded)
+    select @queue_id::int, @name::text, @registered::boolean, @start_mode::text, coalesce(sqlc.narg('start_at')::timestamptz, clock_timestamp()), not @registered::boolean
+    where not exists (select from there)
+    returning id, queue_id, name, registered, start_mode, start_at, seeded, seeded_to
+)
+select t.id, t.queue_id, t.name, t.registered, t.start_mode, t.start_at, t.seeded, t.seeded_to from there t
+union all
+select m.id, m.queue_id, m.name, m.registered, m.start_mode, m.start_at, m.seeded, m.seeded_to from made m;
 
 -- name: GroupRegister :execrows
 -- Turns a group that only met partition pops into a registered one. Needs QueueLock in the same transaction.
@@ -120,7 +130,9 @@ where g.project_id = @project_id::int and g.kind = 1 and g.name = @name::text an
 -- name: SubscriptionCreate :one
 -- Needs QueueLock in the same transaction. No row: the name is taken in the project. A null start_at means this moment.
 insert into ferrymq.groups (queue_id, kind, project_id, name, registered, start_mode, start_at)
-values (@queue_id::int, 1, @project_id::int, @name::text, true, @start_mode::text, coalesce(sqlc.narg('start_at')::timestamptz, clock_timestamp()))
+select @queue_id::int, 1, @project_id::int, @name::text, true, @start_mode::text, coalesce(sqlc.narg('start_at')::timestamptz, clock_timestamp())
+-- A conflict would use up an id, and whoever starts sends this.
+where not exists (select from ferrymq.groups g where g.project_id = @project_id::int and g.name = @name::text and g.kind = 1 and g.deleted_at is null)
 on conflict do nothing
 returning id;
 

@@ -8,7 +8,7 @@ from unnest(@ids::int[]) as g (id);
 -- name: SettleLanes :many
 -- Applies acks and nacks of deliveries, fenced by the lease. action: 0 ack, 1 nack, 2 release, 3 dead-letter what a claim found exhausted,
 -- 4 pass over a message of another group. An ack is good after the end of the lease too, while nobody else has it.
--- delays: of a nack, in ms, -1 = as the policy says. What is not returned changed nothing.
+-- delays: in ms, of a nack, -1 = as the policy says; of a release, how long the lane then rests. What is not returned changed nothing.
 -- outcome: 0 applied, 1 dead letter filed, 2 nothing changed because the copy for the dead letter is missing.
 -- pending is cleared as in SettleCursors.
 with s as materialized (
@@ -24,16 +24,23 @@ with s as materialized (
 ), judged as materialized (
     select s.n, s.group_id, s.partition_id, s.lease_id, s.action, s.reach, s.error, s.signature, s.dead_id, s.message_id, s.transaction_id, s.key_no, s.codec, s.frames,
            s.created_at, g.queue_id, g.max_in_flight > 0 as limited, g.trace_full, p.next_offset, p.first_offset, c.committed, c.attempts, c.consumer, d.dead,
-           case when d.dead and s.dead_id = '00000000-0000-0000-0000-000000000000' then 2 when d.dead then 1 else 0 end as outcome,
+           c.at, case when d.dead and s.dead_id = '00000000-0000-0000-0000-000000000000' then 2 when d.dead then 1 else 0 end as outcome,
            case when d.dead or s.action in (0, 4) then c.batch_end else c.committed end as to_offset,
            case when s.delay >= 0 then s.delay::double precision
                 else least(g.backoff_initial * g.backoff_multiplier ^ least(c.attempts - 1, 100), g.backoff_max) * (0.9 + 0.2 * random()) end as rest
     from s
-    join ferrymq.cursors c on c.group_id = s.group_id and c.partition_id = s.partition_id
+    cross join lateral (
+        select x.ctid::tid as at, x.committed, x.batch_end, x.attempts, x.consumer, x.lease_id, x.lease_until from ferrymq.cursors x
+        where x.group_id = s.group_id and x.partition_id >= s.partition_id and x.partition_id <= s.partition_id
+        order by x.partition_id desc limit 1
+    ) c
     join ferrymq.groups g on g.id = s.group_id and g.deleted_at is null
     join ferrymq.queues q on q.id = g.queue_id and q.deleted_at is null
-    join ferrymq.partitions p on p.id = s.partition_id
-    cross join lateral (select s.action = 3 or (s.action = 1 and g.max_attempts > 0 and c.attempts >= g.max_attempts) as dead) d
+    cross join lateral (
+        select x.next_offset, x.first_offset from ferrymq.partitions x where x.id >= s.partition_id and x.id <= s.partition_id order by x.id desc limit 1
+    ) p
+    -- Of a message that retention has removed there is nothing to keep: its lane goes on without a dead letter.
+    cross join lateral (select s.action = 3 or (s.action = 1 and g.max_attempts > 0 and c.attempts >= g.max_attempts and c.committed >= p.first_offset) as dead) d
     where c.lease_id = s.lease_id and (s.action in (0, 3, 4) or c.lease_until > clock_timestamp())
 ), filed as (
     insert into ferrymq.dead_letters (id, queue_id, group_id, partition_id, message_offset, message_id, transaction_id, key_no, codec, frames,
@@ -57,10 +64,10 @@ with s as materialized (
     update ferrymq.cursors c
     set committed = j.to_offset, lease_id = null, lease_until = null, batch_end = null, settled = j.lease_id,
         attempts = case when j.to_offset > j.committed then 0 when j.action = 2 then c.attempts - 1 else c.attempts end,
-        not_before = case when j.action = 1 and not j.dead and j.committed >= j.first_offset then clock_timestamp() + j.rest * interval '1 millisecond' end,
+        not_before = case when (j.action = 1 and not j.dead or j.action = 2 and j.rest > 0) and j.committed >= j.first_offset then clock_timestamp() + j.rest * interval '1 millisecond' end,
         pending = c.pending and not (j.to_offset = j.reach and j.next_offset <= j.reach)
     from judged j
-    where j.outcome <> 2 and c.group_id = j.group_id and c.partition_id = j.partition_id
+    where j.outcome <> 2 and c.ctid = j.at
     returning j.n, j.outcome, c.committed, c.pending, coalesce(extract(epoch from c.not_before - clock_timestamp()) * 1000, -1) as due_ms
 )
 select m.n::int as n, m.outcome::int as outcome, m.committed::bigint as committed, m.pending::boolean as pending, m.due_ms::bigint as due_ms

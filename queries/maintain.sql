@@ -1,12 +1,17 @@
 -- name: BrokerBeat :one
--- Keeps this broker alive in the table and says whether others are.
-with beat as (
+-- Keeps this broker alive in the table and says whether others are. back: what the last beat (last) wrote is not there any more, so
+-- the database has been set back to an earlier time.
+with before as materialized (
+    select b.seen_at from ferrymq.brokers b where b.id = @id::uuid
+), beat as (
     insert into ferrymq.brokers (id, name) values (@id::uuid, @name::text)
     on conflict (id) do update set seen_at = clock_timestamp()
-    returning id
+    returning seen_at
 )
-select count(*)::bigint as others, clock_timestamp()::timestamptz as now from ferrymq.brokers b
-where b.id <> @id::uuid and b.seen_at > clock_timestamp() - interval '10 seconds';
+select (select count(*) from ferrymq.brokers b where b.id <> @id::uuid and b.seen_at > clock_timestamp() - interval '10 seconds')::bigint as others,
+       clock_timestamp()::timestamptz as now, t.seen_at::timestamptz as seen_at,
+       (not exists (select from before x where x.seen_at >= @last::timestamptz))::boolean as back
+from beat t;
 
 -- name: BrokerLeave :exec
 delete from ferrymq.brokers b where b.id = @id::uuid or b.seen_at < clock_timestamp() - interval '1 day';

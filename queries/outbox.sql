@@ -49,7 +49,8 @@ with rest as materialized (
 select o.id, o.project_id, o.queue_id, o.stream, o.key, o.message_id, o.payload, o.headers, o.key_no, o.codec, o.first_id, o.frames,
        (o.queue_id is not null and q.id is null)::boolean as gone
 from picked p
-join ferrymq.outbox o on o.id = p.id
+cross join lateral (select x.id, x.project_id, x.queue_id, x.stream, x.key, x.message_id, x.payload, x.headers, x.key_no, x.codec, x.first_id, x.frames
+                    from ferrymq.outbox x where x.id = p.id offset 0) o
 left join ferrymq.queues q on q.id = o.queue_id and q.deleted_at is null
 order by p.n;
 

@@ -22,7 +22,9 @@ where p.id = any(@ids::bigint[]) and p.queue_id = @queue_id::int;
 
 -- name: PartitionLock :one
 select p.id, p.next_offset, p.first_offset from ferrymq.partitions p
-where p.id = @id::bigint
+where p.id >= @id::bigint and p.id <= @id::bigint
+order by p.id desc
+limit 1
 for no key update;
 
 -- name: SegmentKeys :many

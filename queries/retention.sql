@@ -37,7 +37,7 @@ for no key update skip locked;
 -- Each message counts for one rule, the mildest. waits: something is old enough, but not passed by every group: looked at again
 -- after so many seconds.
 with rule as materialized (
-    select p.id, p.queue_id, p.first_offset, p.next_offset,
+    select p.id, p.queue_id, q.project_id, p.first_offset, p.next_offset,
            case when q.deleted_at is null then q.retain_seconds end as retain,
            case when q.retention_enabled and q.retention_seconds > 0 then q.retention_seconds end as keep,
            case when q.retention_enabled and q.completed_retention_seconds > 0 then q.completed_retention_seconds end as keep_completed,
@@ -84,7 +84,7 @@ with rule as materialized (
     ) t
     where p.id = t.id
 )
-select t.id::bigint as id, t.queue_id::int as queue_id, (greatest(t.kept, t.waited, t.consumed) - t.first_offset)::bigint as removed,
+select t.id::bigint as id, t.queue_id::int as queue_id, t.project_id::int as project_id, (greatest(t.kept, t.waited, t.consumed) - t.first_offset)::bigint as removed,
        (t.consumed - t.first_offset)::bigint as completed,
        (greatest(t.kept, t.consumed) - t.consumed)::bigint as retained,
        (greatest(t.kept, t.waited, t.consumed) - greatest(t.kept, t.consumed))::bigint as evicted,
@@ -194,14 +194,6 @@ where r.ctid = any(array(
     limit @max::bigint
     for update));
 
--- name: RetentionLockQueue :many
--- The next partitions of a queue, for what changes them in chunks.
-select p.id from ferrymq.partitions p
-where p.queue_id = @queue_id::int and p.id > @after::bigint
-order by p.id
-limit @max::bigint
-for no key update;
-
 -- name: RetentionPlan :exec
 -- After a configure: when what they hold is due by the rules there are now. The partitions are locked.
 update ferrymq.partitions p
@@ -261,7 +253,7 @@ with judged as materialized (
     from judged j
     where p.id = j.id and j.id not in (select x.id from goes x)
 )
-select x.id, x.public_id, x.queue_id, x.name, x.hidden from goes x;
+select x.id, x.public_id, x.queue_id, q.project_id, x.name, x.hidden from goes x join ferrymq.queues q on q.id = x.queue_id;
 
 -- name: QueueRemind :many
 -- Queues without a rule whose turn it is to be looked at, and what of the first partitions every group has passed.
@@ -294,15 +286,31 @@ with due as materialized (
 )
 select l.name, l.consumed::bigint as consumed from looked l;
 
--- name: ClearFind :one
-select p.id from ferrymq.partitions p
-where p.queue_id = @queue_id::int and not p.hidden and p.name = @name::text
-for no key update;
+-- name: ClearFree :many
+-- Of the locked partitions those whose cursors can all be had without waiting, and locks these.
+with free as materialized (
+    select c.partition_id
+    from ferrymq.partitions p
+    join ferrymq.groups g on g.queue_id = p.queue_id and g.deleted_at is null
+    join ferrymq.cursors c on c.group_id = g.id and c.partition_id = p.id
+    where p.id = any(@ids::bigint[])
+    order by c.group_id, c.partition_id
+    for no key update of c skip locked
+), n as materialized (
+    select f.partition_id, count(*) as cursors from free f group by f.partition_id
+)
+select p.id
+from ferrymq.partitions p
+left join n on n.partition_id = p.id
+where p.id = any(@ids::bigint[])
+  and coalesce(n.cursors, 0) = (select count(*) from ferrymq.groups g join ferrymq.cursors c on c.group_id = g.id and c.partition_id = p.id
+                                where g.queue_id = p.queue_id and g.deleted_at is null)
+order by p.id;
 
 -- name: ClearCursors :many
 -- Every cursor of the locked partitions goes to the end. Returns those that were leased.
 with found as materialized (
-    select c.group_id, c.partition_id, c.lease_id, p.next_offset
+    select c.group_id, c.partition_id, c.lease_id, p.next_offset, g.kind
     from ferrymq.partitions p
     join ferrymq.groups g on g.queue_id = p.queue_id and g.deleted_at is null
     join ferrymq.cursors c on c.group_id = g.id and c.partition_id = p.id
@@ -311,7 +319,8 @@ with found as materialized (
     for no key update of c
 ), moved as (
     update ferrymq.cursors c
-    set committed = f.next_offset, origin = f.next_offset - (c.committed - c.origin), lease_id = null, lease_until = null, batch_end = null, failed_offset = null, failures = 0, attempts = 0, not_before = null, pending = false
+    set committed = f.next_offset, origin = f.next_offset - (c.committed - c.origin), lease_id = null, lease_until = null, batch_end = null, failed_offset = null, failures = 0, attempts = 0, not_before = null, pending = false,
+        leased_at = case when f.kind = 0 then clock_timestamp() else c.leased_at end -- fences RestoreCursors
     from found f
     where c.group_id = f.group_id and c.partition_id = f.partition_id
 ), freed as (

@@ -3,7 +3,9 @@
 
 -- name: ProjectCreate :one
 -- No row: the name is taken.
-insert into ferrymq.projects (name) values (@name::text)
+insert into ferrymq.projects (name)
+select @name::text
+where not exists (select from ferrymq.projects p where p.name = @name::text and p.deleted_at is null) -- a conflict would use up an id
 on conflict (name) where deleted_at is null do nothing
 returning created_at;
 

@@ -1,0 +1,7 @@
+//go:build !linux
+
+package db
+
+import "time"
+
+func limitUnacknowledged(uintptr, time.Duration) {}
