@@ -86,6 +86,7 @@ func (p *Partition) Tail() int64 { return p.tail.Load() }
 // Group is a consumer group of one queue.
 type Group struct {
 	ID      int32
+	Project int32
 	QueueID int32
 	Name    string
 	// Registered groups have a cursor on every partition of the queue; others only where a partition pop made one.
@@ -93,7 +94,6 @@ type Group struct {
 	Start      Start
 	// Lanes is how a subscription is delivered; nil for a group of the /api/v1 routes.
 	Lanes   *Policy
-	project int32    // of a subscription
 	seeding *seeding // nil once every partition that existed at registration has its cursor
 }
 
@@ -142,7 +142,7 @@ type Catalog struct {
 
 // shared is what the catalogs of all projects have in common.
 type shared struct {
-	OnPartition func(queue int32) // called when a pop has made a partition; set before use, may be nil
+	OnPartition func(*Queue) // called when a pop has made a partition; set before use, may be nil
 
 	pool   *pgxpool.Pool
 	q      *db.Queries
@@ -151,7 +151,7 @@ type shared struct {
 	projects      *cache[string, known]
 	queues        *cache[scoped, *Queue]
 	partitions    *cache[name, *Partition]
-	public        *cache[uuid.UUID, *Partition]
+	public        *cache[publicID, *Partition]
 	groups        *cache[name, *Group]
 	subscriptions *cache[scoped, *Group]
 	met           *cache[pair, struct{}]
@@ -171,6 +171,12 @@ type shared struct {
 type scoped struct {
 	project int32
 	name    string
+}
+
+// publicID is what clients know a partition by. Another project's is none.
+type publicID struct {
+	project int32
+	id      uuid.UUID
 }
 
 // known is the project of a name, and since when: it may be deleted and made again elsewhere.
@@ -226,7 +232,7 @@ func New(stop context.Context, pool *pgxpool.Pool, project int32, onSeed func(gr
 		projects:      newCache[string, known](maxProjects),
 		queues:        newCache[scoped, *Queue](maxQueues),
 		partitions:    newCache[name, *Partition](maxPartitions),
-		public:        newCache[uuid.UUID, *Partition](maxPartitions),
+		public:        newCache[publicID, *Partition](maxPartitions),
 		groups:        newCache[name, *Group](maxGroups),
 		subscriptions: newCache[scoped, *Group](maxGroups),
 		met:           newCache[pair, struct{}](maxPartitions),
@@ -317,10 +323,10 @@ func (c *Catalog) createQueue(ctx context.Context, name string, keep time.Durati
 		}
 		namespace, task := Derive(name)
 		var made *Queue
-		alive := true
+		var alive bool
 		var joined []db.GroupCreateRow
-		err = pgx.BeginFunc(ctx, db.Patient{Pool: c.pool}, func(tx pgx.Tx) error {
-			q := c.q.WithTx(tx)
+		err = c.retried(ctx, func(q *db.Queries) error {
+			made, alive, joined = nil, true, nil
 			row, err := q.QueueCreate(ctx, db.QueueCreateParams{ProjectID: c.project, Name: name, Namespace: namespace, Task: task, KeepConsumed: int32(keep.Seconds()), UnkeyedLanes: lanes})
 			if errors.Is(err, pgx.ErrNoRows) {
 				alive, err = q.ProjectAlive(ctx, db.ProjectAliveParams{ID: c.project})
@@ -395,10 +401,10 @@ func (c *Catalog) configure(ctx context.Context, name string, keep time.Duration
 			return nil, err
 		}
 		var after Queue
-		recheck := false
+		var recheck bool
 		var joined []db.GroupCreateRow
-		err = pgx.BeginFunc(ctx, db.Patient{Pool: c.pool}, func(tx pgx.Tx) error {
-			tq := c.q.WithTx(tx)
+		err = c.retried(ctx, func(tq *db.Queries) error {
+			recheck, joined = false, nil
 			if _, err := tq.QueueLock(ctx, db.QueueLockParams{ID: q.ID}); err != nil {
 				return err
 			}
@@ -493,8 +499,8 @@ func (c *Catalog) Delete(ctx context.Context, name string) (id int32, existed bo
 	if q == nil || err != nil {
 		return 0, false, err
 	}
-	err = pgx.BeginFunc(ctx, db.Patient{Pool: c.pool}, func(tx pgx.Tx) error {
-		tq := c.q.WithTx(tx)
+	err = c.retried(ctx, func(tq *db.Queries) error {
+		existed = false
 		// Waits for creators of partitions: what they made is then removed too.
 		if _, err := tq.QueueLock(ctx, db.QueueLockParams{ID: q.ID}); errors.Is(err, pgx.ErrNoRows) {
 			return nil
@@ -548,6 +554,12 @@ func (c *Catalog) ForgetAll() {
 	c.met.clear()
 }
 
+// ForgetPartitions is for when partitions may not be what they were: the database was set back.
+func (c *Catalog) ForgetPartitions() {
+	c.partitions.clear()
+	c.public.clear()
+}
+
 // Removed forgets a partition that was cleaned up.
 func (c *Catalog) Removed(queue int32, partition string, hidden bool, id int64, public uuid.UUID) {
 	if p, ok := c.partitions.get(name{queue, partition, hidden}); ok {
@@ -555,7 +567,7 @@ func (c *Catalog) Removed(queue int32, partition string, hidden bool, id int64, 
 			p.Forget(r)
 		}
 	}
-	c.public.drop(public)
+	c.public.drop(publicID{c.project, public})
 }
 
 // Known returns a queue's partition when both are remembered, without looking anything up.
@@ -612,7 +624,7 @@ func (c *Catalog) find(ctx context.Context, q *Queue, names []string, hidden boo
 		return nil, err
 	}
 	for _, f := range found {
-		c.found(f.ID, f.PublicID, f.QueueID, f.Name, f.Hidden, f.NextOffset)
+		c.found(q.ProjectID, f.ID, f.PublicID, f.QueueID, f.Name, f.Hidden, f.NextOffset)
 	}
 	return out, nil
 }
@@ -625,13 +637,16 @@ func newPartition(queue int32, n string, hidden bool) *Partition {
 	return p
 }
 
-func (c *Catalog) found(id int64, public uuid.UUID, queue int32, n string, hidden bool, tail int64) *Partition {
+// found remembers a partition; by the id that clients know only when its project is given.
+func (c *Catalog) found(project int32, id int64, public uuid.UUID, queue int32, n string, hidden bool, tail int64) *Partition {
 	p := c.partitions.add(name{queue, n, hidden}, newPartition(queue, n, hidden))
 	if r := p.Row(); r == nil || r.ID != id {
 		p.Created(Row{ID: id, PublicID: public})
 	}
 	p.SeenTail(tail)
-	c.public.set(public, p)
+	if project != 0 {
+		c.public.set(publicID{project, public}, p)
+	}
 	return p
 }
 
@@ -646,14 +661,14 @@ func (c *Catalog) ByID(ctx context.Context, queue int32, ids []int64) (map[int64
 	}
 	out := make(map[int64]*Partition, len(rows))
 	for _, f := range rows {
-		out[f.ID] = c.found(f.ID, f.PublicID, f.QueueID, f.Name, f.Hidden, f.NextOffset)
+		out[f.ID] = c.found(0, f.ID, f.PublicID, f.QueueID, f.Name, f.Hidden, f.NextOffset)
 	}
 	return out, nil
 }
 
 // Claimed remembers a partition that a claim returned, so that its acks find it without a look-up.
-func (c *Catalog) Claimed(queue int32, id int64, public uuid.UUID, partition string, hidden bool, tail int64) *Partition {
-	return c.found(id, public, queue, partition, hidden, tail)
+func (c *Catalog) Claimed(project, queue int32, id int64, public uuid.UUID, partition string, hidden bool, tail int64) *Partition {
+	return c.found(project, id, public, queue, partition, hidden, tail)
 }
 
 // Public finds partitions by the ids that clients know; those of deleted queues, other projects or unknown ones are missing from the result.
@@ -661,7 +676,7 @@ func (c *Catalog) Public(ctx context.Context, ids []uuid.UUID) (map[uuid.UUID]*P
 	out := make(map[uuid.UUID]*Partition, len(ids))
 	var unknown []uuid.UUID
 	for _, id := range ids {
-		if p, ok := c.public.get(id); ok {
+		if p, ok := c.public.get(publicID{c.project, id}); ok {
 			if r := p.Row(); r != nil && r.PublicID == id {
 				out[id] = p
 				continue
@@ -677,7 +692,7 @@ func (c *Catalog) Public(ctx context.Context, ids []uuid.UUID) (map[uuid.UUID]*P
 		return nil, err
 	}
 	for _, f := range found {
-		out[f.PublicID] = c.found(f.ID, f.PublicID, f.QueueID, f.Name, f.Hidden, f.NextOffset)
+		out[f.PublicID] = c.found(c.project, f.ID, f.PublicID, f.QueueID, f.Name, f.Hidden, f.NextOffset)
 	}
 	return out, nil
 }

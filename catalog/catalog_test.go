@@ -22,7 +22,7 @@ func TestMain(m *testing.M) { dbtest.Main(m) }
 // engine is an engine alone on a database: what the catalog is for.
 func engine(t *testing.T, dsn string) *groupcommit.Engine {
 	t.Helper()
-	pool := dbtest.Pool(t, dsn, 6)
+	pool := dbtest.Pool(t, dbtest.Through(t, dsn), 6)
 	q := db.New(pool)
 	installation, err := q.InstallationGet(t.Context())
 	if err != nil {

@@ -69,7 +69,7 @@ func (c *Catalog) ForgetGroup(queue int32, group string) {
 }
 
 func (c *Catalog) remember(key name, id int32, registered, seeded bool, start Start) *Group {
-	g := &Group{ID: id, QueueID: key.queue, Name: key.name, Registered: registered, Start: start}
+	g := &Group{ID: id, Project: c.project, QueueID: key.queue, Name: key.name, Registered: registered, Start: start}
 	if registered && !seeded {
 		g.seeding = c.seed(g)
 	}
@@ -91,8 +91,7 @@ func (c *Catalog) registerGroup(ctx context.Context, queue int32, group string, 
 		return g, err
 	}
 	var row db.GroupCreateRow
-	err := pgx.BeginFunc(ctx, db.Patient{Pool: c.pool}, func(tx pgx.Tx) error {
-		q := c.q.WithTx(tx)
+	err := c.retried(ctx, func(q *db.Queries) error {
 		if _, err := q.QueueLock(ctx, db.QueueLockParams{ID: queue}); err != nil {
 			return err
 		}
@@ -165,7 +164,7 @@ func (c *Catalog) seed(g *Group) *seeding {
 		c.mu.Unlock()
 		// The next look-up reads that the group is seeded.
 		if g.Lanes != nil {
-			c.subscriptions.drop(scoped{g.project, g.Name})
+			c.subscriptions.drop(scoped{g.Project, g.Name})
 		} else {
 			c.groups.drop(name{queue: g.QueueID, name: g.Name})
 		}
@@ -215,7 +214,8 @@ func (c *Catalog) Seed(ctx context.Context, group int32) error {
 
 // Meet is the contact of a group with one partition: afterwards the pair has a cursor. It registers nothing.
 // A missing partition is created, and returned with its row, unless create is false: then its Row stays nil and there is no cursor.
-func (c *Catalog) Meet(ctx context.Context, q *Queue, p *Partition, group string, start Start, create bool) (*Group, error) {
+// ErrHeld: somebody else had the partition locked until then.
+func (c *Catalog) Meet(ctx context.Context, q *Queue, p *Partition, group string, start Start, create bool, until time.Time) (*Group, error) {
 	g, err := c.Group(ctx, q.ID, group)
 	if err != nil {
 		return nil, err
@@ -241,14 +241,18 @@ func (c *Catalog) Meet(ctx context.Context, q *Queue, p *Partition, group string
 	if _, ok := c.met.get(key); ok || (g.Registered && g.seeding == nil) {
 		return g, nil
 	}
-	// Together with all who meet it at the same time, and only so many pairs at once: somebody may hold the partition for long.
-	_, err = first(ctx, c, fmt.Sprintf("m%d %d", g.ID, row.ID), func(ctx context.Context) (struct{}, error) {
-		for {
-			if err := c.meet(ctx, g.ID, row.ID, start); !db.IsLockTimeout(err) || c.stop.Err() != nil {
-				return struct{}{}, err
-			}
+	for {
+		// Together with all who meet it at the same time, and only so many pairs at once: somebody may hold the partition for long.
+		_, err = first(ctx, c, fmt.Sprintf("m%d %d", g.ID, row.ID), func(ctx context.Context) (struct{}, error) {
+			return struct{}{}, c.meet(ctx, g.ID, row.ID, start)
+		})
+		if !db.IsLockTimeout(err) || c.stop.Err() != nil {
+			break
 		}
-	})
+		if !time.Now().Before(until) {
+			return nil, ErrHeld
+		}
+	}
 	switch {
 	case errors.Is(err, errNoGroup):
 		c.ForgetGroup(q.ID, group)
@@ -263,6 +267,12 @@ func (c *Catalog) Meet(ctx context.Context, q *Queue, p *Partition, group string
 	return g, nil
 }
 
+// ErrHeld means that somebody has had a partition locked for too long.
+var ErrHeld = errors.New("partition is locked")
+
+// meetLockTimeout is well within what a pop's answer may be late.
+const meetLockTimeout = "250"
+
 // errNoGroup: the group was deleted.
 var errNoGroup = errors.New("group is gone")
 
@@ -274,9 +284,8 @@ func (c *Catalog) meet(ctx context.Context, group int32, partition int64, start 
 	case <-ctx.Done():
 		return ctx.Err()
 	}
-	return pgx.BeginFunc(ctx, db.Patient{Pool: c.pool}, func(tx pgx.Tx) error {
-		q := c.q.WithTx(tx)
-		if err := q.FlushSettings(ctx, db.FlushSettingsParams{StatementTimeoutMs: "10000", LockTimeoutMs: "1000"}); err != nil {
+	return c.retried(ctx, func(q *db.Queries) error {
+		if err := q.FlushSettings(ctx, db.FlushSettingsParams{StatementTimeoutMs: "10000", LockTimeoutMs: meetLockTimeout}); err != nil {
 			return err
 		}
 		held, err := q.GroupHold(ctx, db.GroupHoldParams{ID: group})
@@ -307,8 +316,7 @@ func (c *Catalog) meet(ctx context.Context, group int32, partition int64, start 
 
 func (c *Catalog) createUnregistered(ctx context.Context, queue int32, group string, start Start) (*Group, error) {
 	var row db.GroupCreateRow
-	err := pgx.BeginFunc(ctx, db.Patient{Pool: c.pool}, func(tx pgx.Tx) error {
-		q := c.q.WithTx(tx)
+	err := c.retried(ctx, func(q *db.Queries) error {
 		if _, err := q.QueueLock(ctx, db.QueueLockParams{ID: queue}); err != nil {
 			return err
 		}
@@ -328,8 +336,7 @@ func (c *Catalog) createUnregistered(ctx context.Context, queue int32, group str
 // createPartition makes an empty partition with the cursors of the registered groups.
 func (c *Catalog) createPartition(ctx context.Context, queue *Queue, p *Partition) error {
 	public, created := uuid.New(), false
-	err := pgx.BeginFunc(ctx, db.Patient{Pool: c.pool}, func(tx pgx.Tx) error {
-		q := c.q.WithTx(tx)
+	err := c.retried(ctx, func(q *db.Queries) error {
 		made, err := q.CreatePartitions(ctx, db.CreatePartitionsParams{PublicIds: []uuid.UUID{public}, QueueIds: []int32{queue.ID}, Names: []string{p.Name}, Hiddens: []bool{p.Hidden}, Totals: []int64{0},
 			SegPartitions: []uuid.UUID{}, SegRels: []int64{}, SegCounts: []int32{}, SegKeyNos: []int16{}, SegCodecs: []int16{}, SegFirstIds: []uuid.UUID{}, SegKeys: [][]byte{}, SegFrames: [][]byte{}})
 		if err != nil {
@@ -344,7 +351,7 @@ func (c *Catalog) createPartition(ctx context.Context, queue *Queue, p *Partitio
 		return err
 	}
 	if created && c.OnPartition != nil {
-		c.OnPartition(queue.ID)
+		c.OnPartition(queue)
 	}
 	return c.Resolve(ctx, p)
 }
@@ -357,7 +364,7 @@ func (c *Catalog) Resolve(ctx context.Context, p *Partition) error {
 	}
 	for _, f := range found {
 		p.Created(Row{ID: f.ID, PublicID: f.PublicID})
-		c.found(f.ID, f.PublicID, f.QueueID, f.Name, f.Hidden, f.NextOffset)
+		c.found(0, f.ID, f.PublicID, f.QueueID, f.Name, f.Hidden, f.NextOffset)
 	}
 	return nil
 }
@@ -376,7 +383,10 @@ func (s Scope) Covers(q *Queue) bool {
 }
 
 // Discover registers the group for every queue in scope that it does not know yet, with the start of the group's first discovery pop.
-func (c *Catalog) Discover(ctx context.Context, scope Scope, group string, start Start) error {
+// It waits for their cursors until that time: what lacks one then is found later.
+func (c *Catalog) Discover(ctx context.Context, scope Scope, group string, start Start, until time.Time) error {
+	timeout := time.NewTimer(time.Until(until))
+	defer timeout.Stop()
 	key := discovery{scope, group}
 	for {
 		if _, ok := c.discovered.get(key); !ok {
@@ -404,6 +414,8 @@ func (c *Catalog) Discover(ctx context.Context, scope Scope, group string, start
 			if done := g.Seeded(); done != nil {
 				select {
 				case <-done:
+				case <-timeout.C:
+					timeout.Reset(0) // for the others
 				case <-ctx.Done():
 					return ctx.Err()
 				}
@@ -416,8 +428,7 @@ func (c *Catalog) Discover(ctx context.Context, scope Scope, group string, start
 func (c *Catalog) joinScope(ctx context.Context, queue int32, scope Scope, group string) (*Group, error) {
 	return first(ctx, c, fmt.Sprintf("d%d %s", queue, group), func(ctx context.Context) (*Group, error) {
 		var row db.GroupCreateRow
-		err := pgx.BeginFunc(ctx, db.Patient{Pool: c.pool}, func(tx pgx.Tx) error {
-			q := c.q.WithTx(tx)
+		err := c.retried(ctx, func(q *db.Queries) error {
 			if _, err := q.QueueLock(ctx, db.QueueLockParams{ID: queue}); err != nil {
 				return err
 			}

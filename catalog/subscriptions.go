@@ -69,7 +69,7 @@ func (c *Catalog) Subscription(ctx context.Context, sub string) (*Group, error) 
 	if err != nil {
 		return nil, err
 	}
-	g := &Group{ID: row.ID, QueueID: row.QueueID, Name: row.Name, Registered: true, Start: Start{Mode: row.StartMode, At: &row.StartAt}, Lanes: PolicyOf(&row), project: c.project}
+	g := &Group{ID: row.ID, QueueID: row.QueueID, Name: row.Name, Registered: true, Start: Start{Mode: row.StartMode, At: &row.StartAt}, Lanes: PolicyOf(&row), Project: c.project}
 	if !row.Seeded {
 		g.seeding = c.seed(g)
 	}
@@ -138,7 +138,7 @@ func (c *Catalog) Subscribe(ctx context.Context, q *Queue, sub string, start *St
 }
 
 // retried runs a transaction again that lost a deadlock: who changes a subscription holds its stream while he waits for its seeder,
-// who waits for a partition, whose holder may wait for the stream.
+// who waits for a partition, whose holder may wait for the stream. fn may run several times.
 func (c *Catalog) retried(ctx context.Context, fn func(q *db.Queries) error) error {
 	for tries := 0; ; tries++ {
 		err := pgx.BeginFunc(ctx, db.Patient{Pool: c.pool}, func(tx pgx.Tx) error { return fn(c.q.WithTx(tx)) })

@@ -52,7 +52,9 @@ import (
 const (
 	keySize  = 16
 	shards   = 64
-	blockMax = 16_000 // keys of a full block
+	blockMax = 16_000 // keys of a full block, unless its partition has many
+	blockAim = 64     // blocks of a partition from which they get larger: a look asks them all
+	blockCap = 1024   // bytes of the budget for each key of the largest block
 	blockMin = 32     // keys below which a block is not sealed for its age
 	blockAge = 8      // a block spans at most this part of the window
 	frontMin = 4096   // keys from which a sealed block gets a filter at once
@@ -144,7 +146,7 @@ type sealed struct {
 }
 
 // New returns an empty Cache that keeps its memory within budget bytes. Making
-// filters takes another 0.7 MB for each goroutine at it. With a budget of 0 nothing stays remembered.
+// filters takes another 0.7 MB for each goroutine at it, 12 MB for the largest blocks of a budget of 256 MB. With a budget of 0 nothing stays remembered.
 func New(budget int64) *Cache {
 	c := &Cache{budget: budget}
 	for i := range c.shards {
@@ -234,6 +236,7 @@ func (c *Cache) Extend(partition, base int64, createdAt, since time.Time, keys [
 	at, from := createdAt.UnixMicro(), since.UnixMicro()
 	c.expire(s, p, from)
 	var full *sealed
+	most := c.most(p)
 	if len(p.open.table) >= blockMin && at-p.open.oldest > (at-from)/blockAge {
 		full = c.seal(s, p, base)
 	}
@@ -243,7 +246,7 @@ func (c *Cache) Extend(partition, base int64, createdAt, since time.Time, keys [
 			continue
 		}
 		b := &p.open
-		if len(b.table) >= blockMax || len(b.table) > 0 && off-b.base >= math.MaxUint32 {
+		if len(b.table) >= most || len(b.table) > 0 && off-b.base >= math.MaxUint32 {
 			full = c.seal(s, p, off)
 		}
 		if len(b.table) == 0 {
@@ -298,6 +301,18 @@ func (c *Cache) Forget(partition int64) {
 	s.mu.Lock()
 	c.forget(s, partition)
 	s.mu.Unlock()
+}
+
+// ForgetAll drops all that is remembered.
+func (c *Cache) ForgetAll() {
+	for i := range c.shards {
+		s := &c.shards[i]
+		s.mu.Lock()
+		for len(s.ring) > 0 {
+			c.forget(s, s.ring[0])
+		}
+		s.mu.Unlock()
+	}
 }
 
 // Stats returns the counters.
@@ -383,6 +398,14 @@ func (c *Cache) expire(s *shard, p *memory, from int64) {
 		c.used.Add(-p.open.table.bytes())
 		p.open = block{}
 	}
+}
+
+// most is how many keys the open block takes.
+func (c *Cache) most(p *memory) int {
+	if p.sealed == nil || len(*p.sealed) < blockAim {
+		return blockMax
+	}
+	return int(max(blockMax, min((p.tail-(*p.sealed)[0].base)/blockAim, c.budget/blockCap)))
 }
 
 // seal closes the open block, which ends before offset end, and queues it.

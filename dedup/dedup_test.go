@@ -480,6 +480,29 @@ func TestLargePartition(t *testing.T) {
 	}
 }
 
+// TestFewBlocks: a look asks every block, so a partition with very many keys has larger ones, and misses none of them.
+func TestFewBlocks(t *testing.T) {
+	if testing.Short() {
+		t.Skip("takes seconds")
+	}
+	const budget, ids = 64 << 20, 8_000_000
+	c := New(budget)
+	c.Load(1, 0, time.Time{})
+	fill(t, c, 1, 0, ids, time.Microsecond, time.Hour)
+	s := c.Stats()
+	if blocks := s.Exact + s.Filters; s.Forgotten != 0 || s.Bytes > budget || blocks > 4*blockAim {
+		t.Errorf("%d blocks, %+v", blocks, s)
+	}
+	r := rand.New(rand.NewPCG(2, 2))
+	var hits []Hit
+	for range 1000 {
+		id := r.IntN(ids)
+		if hits, _, _ = c.Look(1, time.Time{}, key(uint64(id)), hits[:0]); !contains(hits, 0, int64(id)) {
+			t.Fatalf("id %d is missing", id)
+		}
+	}
+}
+
 // TestConcurrent has writers with their own partitions and readers of all of
 // them under a budget that makes them evict each other; run it with -race.
 func TestConcurrent(t *testing.T) {
@@ -676,5 +699,22 @@ func BenchmarkExtend(b *testing.B) {
 				b.ReportMetric(float64(b.Elapsed().Nanoseconds())/float64(tail), "ns/key")
 			})
 		}
+	}
+}
+
+func TestForgetAll(t *testing.T) {
+	c := New(1 << 30)
+	for p := range int64(300) {
+		c.Load(p, 0, time.Time{})
+		for i := range uint64(p) {
+			c.Extend(p, int64(i)*100, epoch, time.Time{}, keysOf(i*100, 100), 100)
+		}
+	}
+	c.ForgetAll()
+	if s := c.Stats(); s.Partitions != 0 || s.Bytes != 0 || s.Exact != 0 || s.Filters != 0 {
+		t.Errorf("%+v is left", s)
+	}
+	if _, ok := c.Tail(7, time.Time{}); ok {
+		t.Error("a partition is remembered")
 	}
 }

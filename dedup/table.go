@@ -84,8 +84,10 @@ func (t *table) grow() int64 {
 		n = 1
 	case n < 16:
 		n = max(4, n*2)
+	case n < slotsFor(blockMax):
+		n = min(n*3/2, slotsFor(blockMax))
 	default:
-		n = min(n*3/2, max(n+1, slotsFor(blockMax)))
+		n = n * 3 / 2
 	}
 	return t.rebuild(n)
 }

@@ -136,7 +136,7 @@ func (e *Engine) ack(ctx context.Context, a *Acks) {
 		if v == nil {
 			return
 		}
-		s := &settle{group: g, partition: a.Partition, row: row, Expected: c.committed, Action: v.action, MoveTo: v.moveTo, FailedAt: v.failedAt, Error: v.error, done: make(chan struct{})}
+		s := &settle{group: g, partition: a.Partition, row: row, Expected: c.committed, Action: v.action, MoveTo: v.moveTo, FailedAt: v.failedAt, Error: v.error, waits: tries > 0, done: make(chan struct{})}
 		if a.Leased {
 			s.Lease = a.Lease
 		}
@@ -422,7 +422,10 @@ func (e *Engine) Extend(ctx context.Context, lease uuid.UUID, seconds int32) (re
 	for i, x := range extends {
 		<-x.done
 		if x.err != nil {
-			return 0, time.Time{}, x.err
+			if err == nil || errors.Is(err, ErrNoConnection) {
+				err = x.err
+			}
+			continue
 		}
 		if x.until.IsZero() {
 			continue
@@ -431,6 +434,12 @@ func (e *Engine) Extend(ctx context.Context, lease uuid.UUID, seconds int32) (re
 		if renewed++; until.IsZero() || x.until.Before(until) {
 			until = x.until
 		}
+	}
+	if err != nil {
+		if renewed > 0 && errors.Is(err, ErrNoConnection) {
+			err = ErrUnknown // that one would say that nothing happened
+		}
+		return 0, time.Time{}, err
 	}
 	return renewed, until, nil
 }

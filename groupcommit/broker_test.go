@@ -38,7 +38,8 @@ var brisk = groupcommit.Recheck{Initial: 100 * time.Millisecond, Threshold: 3, M
 // setup says how a test's brokers differ from the usual.
 type setup struct {
 	recheck groupcommit.Recheck
-	alone   bool // no bus, no maintainer
+	alone   bool   // no bus, no maintainer
+	through string // the way to the database, if it is not the usual one
 	pool    int
 	sweep   time.Duration // retention's interval; 0: none
 	change  func(*groupcommit.Options)
@@ -63,20 +64,17 @@ func start(t testing.TB, dsn string, s setup) *broker {
 	if s.recheck == (groupcommit.Recheck{}) {
 		s.recheck = brisk
 	}
-	pool, err := db.NewPool(t.Context(), dsn, int32(s.pool), 30*time.Second)
+	if s.through == "" {
+		s.through = dbtest.Through(t, dsn)
+	}
+	pool, err := db.NewPool(t.Context(), s.through, int32(s.pool), 30*time.Second)
 	if err != nil {
 		t.Fatal(err)
 	}
 	t.Cleanup(pool.Close)
 	q := db.New(pool)
-	installation, err := q.InstallationGet(t.Context())
-	if err != nil {
-		t.Fatal(err)
-	}
-	project, err := q.ProjectGet(t.Context(), db.ProjectGetParams{Name: "default"})
-	if err != nil {
-		t.Fatal(err)
-	}
+	installation := reached(t, func() (db.InstallationGetRow, error) { return q.InstallationGet(t.Context()) })
+	project := reached(t, func() (int32, error) { return q.ProjectGet(t.Context(), db.ProjectGetParams{Name: "default"}) })
 	log := slog.New(slog.NewTextHandler(&testLog{t: t}, &slog.HandlerOptions{Level: slog.LevelWarn}))
 	b := &broker{t: t, dsn: dsn}
 	o := groupcommit.Options{Pool: pool, Log: log, Hasher: segment.NewHasher(uint64(installation.HashSeed)), Project: project, DBNow: installation.Now,
@@ -102,6 +100,19 @@ func start(t testing.TB, dsn string, s setup) *broker {
 	}
 	t.Cleanup(b.stop)
 	return b
+}
+
+// reached asks until there is a connection, as the program does when it starts: a pooler may hand out one that a test has killed.
+func reached[T any](t testing.TB, ask func() (T, error)) (got T) {
+	t.Helper()
+	eventually(t, "a connection", func() (ok bool) {
+		var err error
+		if got, err = ask(); err != nil && !db.IsConnection(err) {
+			t.Fatal(err)
+		}
+		return err == nil
+	})
+	return got
 }
 
 func (b *broker) stop() {

@@ -10,6 +10,7 @@ import (
 
 	"ferrymq/catalog"
 	"ferrymq/db"
+	"ferrymq/metrics"
 )
 
 // Span is what a claim got of one partition: the messages [Start, Start+Take), in the segments that hold them.
@@ -26,6 +27,8 @@ type Span struct {
 
 	exhausted bool // the lease of a lane's last attempt ended: only its dead letter is left to file
 	lease     time.Duration
+	claimed   time.Time // by the database's clock: no later than the cursor was taken
+	began     time.Time // the same by this broker's
 }
 
 // Lease is how long the span was leased for.
@@ -59,15 +62,18 @@ type claim struct {
 	wait      bool   // park when there is nothing
 
 	// Written by whoever works on the claim: the flush it rides on, or parking under its lock.
-	scan  bool    // look at the index, not only at hints
-	hints []int64 // partitions to look at first
-	tries int
-	looks int // of its group, when it set out
-	bulk  int // the same
+	scan     bool    // look at the index, not only at hints
+	thorough bool    // a look at its hint alone was in vain
+	hints    []int64 // partitions to look at first
+	tries    int
+	looks    int // of its group, when it set out
+	bulk     int // the same
 
 	looked atomic.Bool // it was on a flush that succeeded
+	sent   atomic.Bool // it was on a flush that went to the database
 
 	parkedAt time.Time // zero: it is not parked
+	admitted bool      // it has been parked: however often it leaves to look, nobody takes its place
 	parked   atomic.Int64
 
 	mu       sync.Mutex
@@ -92,6 +98,13 @@ func (c *claim) finish(e *Engine, spans []*Span, err error) {
 	close(c.done)
 	if left {
 		e.giveBack(c, spans, nil)
+		return
+	}
+	for _, s := range spans {
+		e.Metrics.Flow(s.Group.Project, s.Group.QueueID, s.Group.ID, metrics.Delivered, s.Take)
+		if c.autoAck {
+			e.Metrics.Flow(s.Group.Project, s.Group.QueueID, s.Group.ID, metrics.Done, s.Take)
+		}
 	}
 }
 
@@ -130,31 +143,36 @@ func (e *Engine) present(claims []*claim) []*claim {
 	return kept
 }
 
-// giveBack ends the leases of spans that nobody received: they can be claimed again at once, or, for rest, after a while.
+// giveBack ends the leases of spans that nobody received: they can be claimed again at once, or, those that rest, after a while.
 // What it returns is closed as it happens.
-func (e *Engine) giveBack(c *claim, spans []*Span, rest *Span) (done []chan struct{}) {
+func (e *Engine) giveBack(c *claim, spans, rest []*Span) (done []chan struct{}) {
 	for _, s := range spans {
-		end := make(chan struct{})
+		end, rests := make(chan struct{}), slices.Contains(rest, s)
 		done = append(done, end)
 		e.held.drop(s.Group.ID, s.Row.ID)
 		if c.autoAck {
-			r := &restore{queue: s.Queue.ID, group: s.Group.ID, partition: s.Row.ID, start: s.Start, end: s.Start + s.Take, rest: rest == s,
+			r := &restore{queue: s.Queue.ID, group: s.Group.ID, partition: s.Row.ID, start: s.Start, end: s.Start + s.Take, claimed: s.claimed, rest: rests,
 				lane: s.Partition.Lane, done: end}
 			e.boardRestore(r)
 			continue
 		}
-		if c.group.Lanes != nil {
-			e.boardSettle(&settle{group: s.Group, partition: s.Partition, row: &s.Row, Lease: c.lease, Expected: s.Start, Action: actRelease, done: end})
-			continue
+		x := &settle{group: s.Group, partition: s.Partition, row: &s.Row, Lease: c.lease, Expected: s.Start, Action: actGiveBack, MoveTo: s.Start, done: end}
+		switch {
+		case c.group.Lanes != nil:
+			x.Action = actRelease
+			if rests {
+				x.Delay = unreadableRest
+			}
+		case rests:
+			x.Action = actRest
 		}
-		action := int32(actGiveBack)
-		if rest == s {
-			action = actRest
-		}
-		e.boardSettle(&settle{group: s.Group, partition: s.Partition, row: &s.Row, Lease: c.lease, Expected: s.Start, Action: action, MoveTo: s.Start, done: end})
+		e.boardSettle(x)
 	}
 	return done
 }
+
+// unreadableRest is how long a lane whose message cannot be decoded is left alone. Of other cursors the statements say it.
+const unreadableRest = 5 * time.Second
 
 func (e *Engine) boardClaim(c *claim) {
 	c.scan = true
@@ -168,84 +186,77 @@ const spanBytes = 16 << 20
 
 // list is one pool of candidates in a flush, and the claims it is dealt to.
 type list struct {
-	group     *catalog.Group
-	partition int64 // 0: any
-	claims    []*claim
-	hints     []int64
-	seen      bool // the statement returned it: its group is alive
-	scan      bool // it looks at the whole index
-	began     time.Time
-	looks     int // of its group then
+	group      *catalog.Group
+	partition  int64 // 0: any
+	claims     []*claim
+	hints      []int64
+	want       int64 // how many partitions
+	from       int64 // where the look at the index begins
+	scan       bool  // it looks at the whole index
+	indexFirst bool  // before the hints
+	seen       bool  // the statement returned it: its group is alive
+	began      time.Time
+	looks      int // of its group then
 }
 
-// lists arranges the claims of a flush. Those on single partitions come first, so that they get theirs.
-func (e *Engine) lists(claims []*claim, now time.Time) ([]*list, db.ClaimPartitionsParams) {
-	p := db.ClaimPartitionsParams{HintLists: []int32{}, HintPartitions: []int64{}, SpanBytes: spanBytes}
-	if len(claims) == 0 {
-		return nil, p
-	}
-	type key struct {
-		group     int32
-		partition int64
-	}
-	byKey := make(map[key]*list)
+// lists arranges the claims of a flush. Those on single partitions come first, so that they get theirs. quick are of the claims that
+// ClaimHinted serves, each with one hint.
+func (e *Engine) lists(claims []*claim, now time.Time) (lists, quick []*list) {
+	byKey := make(map[cursorKey]*list)
 	var narrow, wide []*list
 	for _, c := range claims {
 		c.unpark(now)
-		k := key{group: c.group.ID}
+		k := cursorKey{group: c.group.ID}
 		if c.partition != nil {
 			k.partition = c.partition.ID
 		}
 		l := byKey[k]
 		if l == nil {
-			l = &list{group: c.group, partition: k.partition}
+			l = &list{group: c.group, partition: k.partition, began: now}
 			byKey[k] = l
 			if k.partition != 0 {
 				narrow = append(narrow, l)
-				l.hints = []int64{k.partition}
 			} else {
 				wide = append(wide, l)
 			}
 		}
 		l.claims = append(l.claims, c)
 	}
-	all := append(narrow, wide...)
-	for i, l := range all {
-		no, want := int32(i), int64(0)
-		scan := false
+	taken := make(map[cursorKey]bool)
+	for _, l := range append(narrow, wide...) {
+		if q := e.park.arrange(l, taken, now); q != nil {
+			quick = append(quick, q)
+		}
+		if len(l.claims) > 0 {
+			lists = append(lists, l)
+		}
+	}
+	return lists, quick
+}
+
+// claimParams is the arguments for lists.
+func (e *Engine) claimParams(lists []*list) db.ClaimPartitionsParams {
+	p := db.ClaimPartitionsParams{HintLists: []int32{}, HintPartitions: []int64{}, SpanBytes: spanBytes}
+	for i, l := range lists {
+		no := int32(i)
 		for nth, c := range l.claims {
-			parts := min(c.parts, c.budget)
-			if c.tries > 0 { // the first candidates had nothing to deliver: look at more
-				parts = max(parts, int64(32)<<min(c.tries, 5))
-			}
-			want = min(want+parts, 10_000)
-			scan = scan || c.scan
-			if l.partition == 0 {
-				l.hints = append(l.hints, c.hints...)
-			}
-			seconds := c.seconds
 			p.SlotNos = append(p.SlotNos, int32(len(p.SlotNos)))
 			p.SlotLists = append(p.SlotLists, no)
 			p.SlotNths = append(p.SlotNths, int32(nth))
 			p.SlotLeases = append(p.SlotLeases, c.lease)
 			p.SlotBudgets = append(p.SlotBudgets, c.budget)
 			p.SlotParts = append(p.SlotParts, min(c.parts, c.budget))
-			p.SlotSeconds = append(p.SlotSeconds, seconds)
+			p.SlotSeconds = append(p.SlotSeconds, c.seconds)
 			p.SlotAutoAcks = append(p.SlotAutoAcks, c.autoAck)
 			p.SlotDiscoveries = append(p.SlotDiscoveries, c.discovery)
 			p.SlotConsumers = append(p.SlotConsumers, c.consumer)
 		}
-		from, indexFirst := -l.partition, false
-		if l.partition == 0 {
-			from, indexFirst, l.hints = e.park.prepare(l, int(want), scan, now)
-		}
 		p.ListNos = append(p.ListNos, no)
 		p.ListGroups = append(p.ListGroups, l.group.ID)
-		p.ListFroms = append(p.ListFroms, from)
-		l.scan, l.began, l.looks = scan && l.partition == 0, now, l.claims[0].looks
+		p.ListFroms = append(p.ListFroms, l.from)
 		p.ListScans = append(p.ListScans, l.scan)
-		p.ListIndexFirsts = append(p.ListIndexFirsts, indexFirst)
-		p.ListWants = append(p.ListWants, want)
+		p.ListIndexFirsts = append(p.ListIndexFirsts, l.indexFirst)
+		p.ListWants = append(p.ListWants, l.want)
 		p.ListSlots = append(p.ListSlots, int32(len(l.claims)))
 		p.ListFrames = append(p.ListFrames, !e.park.partial(l.group.ID))
 		p.ListLimiteds = append(p.ListLimiteds, l.group.Limited())
@@ -254,7 +265,77 @@ func (e *Engine) lists(claims []*claim, now time.Time) ([]*list, db.ClaimPartiti
 			p.HintPartitions = append(p.HintPartitions, h)
 		}
 	}
-	return all, p
+	return p
+}
+
+// hintedParams is the arguments for quick lists.
+func (e *Engine) hintedParams(quick []*list) db.ClaimHintedParams {
+	p := db.ClaimHintedParams{SpanBytes: spanBytes}
+	for _, l := range quick {
+		frames := !e.park.partial(l.group.ID)
+		for i, c := range l.claims {
+			p.SlotNos = append(p.SlotNos, int32(len(p.SlotNos)))
+			p.Groups = append(p.Groups, l.group.ID)
+			p.Partitions = append(p.Partitions, l.hints[i])
+			p.Leases = append(p.Leases, c.lease)
+			p.Budgets = append(p.Budgets, c.budget)
+			p.Seconds = append(p.Seconds, c.seconds)
+			p.AutoAcks = append(p.AutoAcks, c.autoAck)
+			p.Frames = append(p.Frames, frames)
+		}
+	}
+	return p
+}
+
+// quick says whether ClaimHinted may serve the claim, once it has a hint. The statement judges the group and the queue again.
+func (c *claim) quick() bool {
+	return !c.thorough && min(c.parts, c.budget) == 1 && !c.discovery && c.group.Lanes == nil && c.queue.DelayedProcessing == 0 && c.queue.WindowBuffer == 0
+}
+
+// deliverHinted answers the claims of quick lists. One that got nothing looks again, thoroughly, or, if it was woken by a
+// hint that somebody else followed, parks again.
+func (e *Engine) deliverHinted(quick []*list, rows []db.ClaimHintedRow) {
+	no := int32(0)
+	for _, l := range quick {
+		for _, c := range l.claims {
+			var spans []*Span
+			var tail int64
+			for ; len(rows) > 0 && rows[0].SlotNo == no; rows = rows[1:] {
+				r := &rows[0]
+				if len(spans) == 0 {
+					p := e.Catalog.Claimed(l.group.Project, l.group.QueueID, r.PartitionID, r.PublicID, r.Name, r.Hidden, r.NextOffset)
+					spans = append(spans, &Span{Queue: c.queue, Group: l.group, Partition: p, Row: catalog.Row{ID: r.PartitionID, PublicID: r.PublicID}, Start: r.StartOffset, Take: r.Take,
+						lease: time.Duration(r.LeaseMs) * time.Millisecond, claimed: r.ClaimedAt, began: l.began})
+					tail = r.NextOffset
+				}
+				s := spans[0]
+				s.Segments = append(s.Segments, Segment{Base: r.BaseOffset, Count: r.Count, KeyNo: r.KeyNo, Codec: r.Codec, OnlyGroup: r.OnlyGroup,
+					CreatedAt: r.CreatedAt, FirstID: r.FirstID, Keys: r.Keys, Frames: r.Frames})
+			}
+			no++
+			c.looked.Store(true)
+			spans, passed := e.passOver(c, spans)
+			switch {
+			case passed != nil && len(spans) == 0: // progress, however often
+				e.lookAgain(c, passed)
+			case len(spans) > 0:
+				s := spans[0]
+				if !c.autoAck {
+					e.held.add(c.lease, s)
+				}
+				e.park.took(l.group.ID, partial(spans))
+				c.finish(e, spans, nil)
+				if c.autoAck && s.Start+s.Take < tail {
+					e.park.left(l.group, s.Row.ID)
+				}
+			case c.scan || c.partition != nil: // the group may be gone, or the cursor is to be put aside
+				c.thorough, c.hints = true, nil
+				e.boardClaim(c)
+			default:
+				e.park.idle(c)
+			}
+		}
+	}
 }
 
 // deliverClaims answers the claims of a committed flush; those that got nothing park, look again, or end empty.
@@ -270,6 +351,7 @@ func (e *Engine) deliverClaims(lists []*list, rows []db.ClaimPartitionsRow) {
 	stale := make([]bool, len(lists))
 	surplus := make([]int, len(lists)) // candidates with something to deliver
 	tails := make(map[int64]int64)
+	var now time.Time // of the transaction, in the first row of every list
 	for i := range rows {
 		r := &rows[i]
 		l := lists[r.ListNo]
@@ -289,14 +371,15 @@ func (e *Engine) deliverClaims(lists []*list, rows []db.ClaimPartitionsRow) {
 			}
 		}
 		if r.SlotNo < 0 {
+			now = r.CreatedAt
 			continue
 		}
 		c := slots[r.SlotNo]
 		spans := got[r.SlotNo]
 		if n := len(spans); n == 0 || spans[n-1].Row.ID != r.PartitionID {
-			p := e.Catalog.Claimed(l.group.QueueID, r.PartitionID, r.PublicID, r.Name, r.Hidden, r.NextOffset)
+			p := e.Catalog.Claimed(l.group.Project, l.group.QueueID, r.PartitionID, r.PublicID, r.Name, r.Hidden, r.NextOffset)
 			spans = append(spans, &Span{Queue: c.queue, Group: l.group, Partition: p, Row: catalog.Row{ID: r.PartitionID, PublicID: r.PublicID}, Start: r.StartOffset, Take: r.Take, Attempt: r.Attempt, exhausted: r.Exhausted,
-				lease: time.Duration(r.LeaseMs) * time.Millisecond})
+				lease: time.Duration(r.LeaseMs) * time.Millisecond, claimed: now, began: l.began})
 			got[r.SlotNo] = spans
 			if c.autoAck {
 				tails[r.PartitionID] = r.NextOffset
@@ -322,11 +405,12 @@ func (e *Engine) deliverClaims(lists []*list, rows []db.ClaimPartitionsRow) {
 			full = full && len(spans) > 0
 			switch {
 			case len(spans) > 0:
+				if !c.autoAck {
+					e.held.add(c.lease, spans...)
+				}
 				for _, s := range spans {
 					taken = append(taken, s.Row.ID)
-					if !c.autoAck {
-						e.held.add(c.lease, s)
-					} else if s.Start+s.Take < tails[s.Row.ID] {
+					if c.autoAck && s.Start+s.Take < tails[s.Row.ID] {
 						rest = append(rest, s.Row.ID)
 					}
 				}

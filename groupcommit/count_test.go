@@ -29,7 +29,7 @@ func (c *counter) TraceBatchStart(ctx context.Context, _ *pgx.Conn, d pgx.TraceB
 	defer c.mu.Unlock()
 	c.flushes++
 	for _, q := range d.Batch.QueuedQueries {
-		if statement(q.SQL) == "ClaimPartitions" {
+		if s := statement(q.SQL); s == "ClaimPartitions" || s == "ClaimHinted" {
 			c.claims++
 		}
 	}
@@ -40,7 +40,7 @@ func (c *counter) TraceBatchEnd(context.Context, *pgx.Conn, pgx.TraceBatchEndDat
 func (c *counter) TraceQueryStart(ctx context.Context, _ *pgx.Conn, d pgx.TraceQueryStartData) context.Context {
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	if s := statement(d.SQL); !strings.HasPrefix(s, "select set_config('statement_timeout'") { // a new connection's own
+	if s := statement(d.SQL); !strings.Contains(s, "pg_backend_pid()") { // a new connection's own
 		c.queries[s]++
 	}
 	return ctx
@@ -65,6 +65,7 @@ func (c *counter) take() (flushes, claims int, queries map[string]int) {
 	delete(queries, "PromoteDue")
 	delete(queries, "NextDue")
 	delete(queries, "OutboxNext") // the outbox is looked at once a second, whatever happens
+	delete(queries, "discard plans")
 	return flushes, claims, queries
 }
 

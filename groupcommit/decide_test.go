@@ -371,6 +371,17 @@ func TestHeld(t *testing.T) {
 	if _, ok := h.get(1, 2, lease); !ok {
 		t.Error("the other part was dropped too")
 	}
+	// A seek ended it before its claim was told: it holds up no hints.
+	late := span(3)
+	late.began = time.Now()
+	h.drop(1, 3)
+	if h.add(lease, late); h.live(1, 3) {
+		t.Error("a batch is back that was dropped")
+	}
+	late.began = time.Now()
+	if h.add(lease, late); !h.live(1, 3) {
+		t.Error("a batch of a later claim is not remembered")
+	}
 	// Two generations are kept, not more.
 	for i := range int64(5) {
 		s := span(100 + i)

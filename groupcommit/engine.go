@@ -140,7 +140,7 @@ func New(o Options) *Engine {
 	e.stop, e.cancel = context.WithCancel(context.Background())
 	e.SetNow(o.DBNow)
 	e.Catalog = catalog.New(e.stop, o.Pool, o.Project, func(group int32) { e.park.look(group) })
-	e.Catalog.OnPartition = func(queue int32) { e.Metrics.Add(queue, metrics.PartitionsCreated, 1) }
+	e.Catalog.OnPartition = func(q *catalog.Queue) { e.Metrics.Add(q.ProjectID, q.ID, metrics.PartitionsCreated, 1) }
 	e.park = newParking(e)
 	e.held = newHolding()
 	e.dock = newDock()
@@ -241,6 +241,15 @@ func (e *Engine) QueueChanged(id int32) {
 func (e *Engine) Reconsider(id int32) {
 	e.park.forget(id)
 	e.park.lookQueue(id)
+}
+
+// ForgetAll is for a database that was set back to an earlier time: whatever is remembered may be of things that never were.
+// Parked pops look again.
+func (e *Engine) ForgetAll() {
+	e.Catalog.ForgetAll()
+	e.Catalog.ForgetPartitions()
+	e.dedup.ForgetAll()
+	e.park.lookAll()
 }
 
 // LookAll makes every parked pop look at the database: after hints may have been lost.

@@ -403,6 +403,48 @@ func TestOverload(t *testing.T) {
 	}
 }
 
+// TestPlaceIsKept: a parked pop that leaves for a look is not refused because another took its place meanwhile.
+func TestPlaceIsKept(t *testing.T) {
+	t.Parallel()
+	b := start(t, dbtest.New(t), setup{recheck: slow, change: func(o *groupcommit.Options) { o.MaxParked = 4 }})
+	const q = "place.q"
+	var first []*parkedPop
+	for range 4 {
+		first = append(first, b.park(wide(q, "g", 1, 1, time.Minute)))
+	}
+	queue := int32(number(t, b.Pool, `select id from ferrymq.queues`))
+	var refused atomic.Int64
+	ctx, cancel := context.WithCancel(t.Context())
+	var more sync.WaitGroup
+	for range 16 {
+		more.Go(func() {
+			for ctx.Err() == nil {
+				if _, err := b.tryPop(t.Context(), wide(q, "g", 1, 1, 100*time.Millisecond)); err != nil {
+					is(t, "one more", err, groupcommit.ErrOverloaded)
+					refused.Add(1)
+				}
+			}
+		})
+	}
+	for range 300 {
+		b.Reconsider(queue)
+		time.Sleep(time.Millisecond)
+	}
+	cancel()
+	more.Wait()
+	if refused.Load() == 0 {
+		t.Error("none was refused")
+	}
+	for n := range first {
+		b.push(q, fmt.Sprint("p", n), item{payload: `"m"`})
+	}
+	for _, w := range first {
+		if d := w.wait(t); d.payloads() != "m" {
+			t.Errorf("one that waited: %q", d.payloads())
+		}
+	}
+}
+
 // TestClose: what has boarded is finished, what comes later is refused, parked pops end at once.
 func TestClose(t *testing.T) {
 	t.Parallel()
@@ -474,5 +516,35 @@ func TestExtendAcrossBrokers(t *testing.T) {
 	bs[1].ack("g", d, groupcommit.Completed, a[2])
 	if n, _, err := bs[0].Extend(t.Context(), d.Lease, 100); n != 1 || err != nil {
 		t.Errorf("renewed %d, %v", n, err)
+	}
+}
+
+// TestFirstContactInTime: a first contact ends when its pop does, though somebody holds the partition, and gives the others meanwhile.
+func TestFirstContactInTime(t *testing.T) {
+	t.Parallel()
+	for name, pop := range map[string]func(group string, wait time.Duration) *groupcommit.Pop{
+		"partition": func(g string, wait time.Duration) *groupcommit.Pop { return route("ns.q", "held", g, 10, wait) },
+		"queue":     func(g string, wait time.Duration) *groupcommit.Pop { return wide("ns.q", g, 10, 1, wait) },
+		"discovery": func(g string, wait time.Duration) *groupcommit.Pop { return discovery("ns", g, 10, wait) },
+	} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			b := start(t, dbtest.New(t), setup{})
+			b.push("ns.q", "held", item{payload: `"x"`})
+			release := hold(t, b.dsn, lockPartition, "held")
+			for _, wait := range []time.Duration{time.Second, 0} {
+				began := time.Now()
+				d, err := b.tryPop(t.Context(), pop(fmt.Sprint("g", wait), wait))
+				if d != nil || err != nil {
+					t.Fatalf("popped %v, %v", d, err)
+				}
+				t.Logf("a wait of %v took %v", wait, time.Since(began))
+				if took := time.Since(began); took > 8*time.Second {
+					t.Errorf("a wait of %v took %v", wait, took)
+				}
+			}
+			release()
+			b.finish("g1s", b.need(pop("g1s", soon), `x`))
+		})
 	}
 }

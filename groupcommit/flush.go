@@ -13,8 +13,8 @@ import (
 	"ferrymq/metrics"
 )
 
-// lockTimeout is how long a flush waits for a row lock before its partitions go on alone.
-const lockTimeout = 500 * time.Millisecond
+// LockTimeout is how long a flush waits for a row lock before its partitions go on alone.
+const LockTimeout = 500 * time.Millisecond
 
 func milliseconds(d time.Duration) string { return strconv.FormatInt(d.Milliseconds(), 10) }
 
@@ -40,17 +40,17 @@ func (f *flusher) flush(b *board) error {
 		}
 	}
 	b.claims = claims
-	lists, claimParams := e.lists(claims, now)
+	lists, quick := e.lists(claims, now)
+	all := slices.Concat(lists, quick)
 
 	var batch db.Flush
-	batch.FlushSettings(e.settings(lockTimeout))
-
 	var locks db.LockPartitionsParams
 	pushed := []int64{}
 	cursors := lockSet{db.LockCursorsParams{GroupIds: []int32{}, PartitionIds: []int64{}, LeaseIds: []uuid.UUID{}}}
 	a, c := appendParams(entries)
 	ofLanes := slices.DeleteFunc(slices.Clone(settles), func(s *settle) bool { return !s.ofLane() })
-	others := slices.DeleteFunc(slices.Clone(settles), (*settle).ofLane)
+	done := slices.DeleteFunc(slices.Clone(settles), func(s *settle) bool { return !s.quick() })
+	others := slices.DeleteFunc(slices.Clone(settles), func(s *settle) bool { return s.quick() || s.ofLane() })
 	for _, s := range settles {
 		if s.reached = s.lockReach(); s.reached >= 0 {
 			locks.Ids = append(locks.Ids, s.row.ID)
@@ -59,7 +59,8 @@ func (f *flusher) flush(b *board) error {
 		cursors.add(s.group.ID, s.row.ID, s.Lease)
 	}
 	// Whoever else locks two of these partitions does it in this order: other brokers, and the transactions of this one.
-	inOrder := len(a.Ids) > 0 && len(a.Ids)+len(locks.Ids) > 1 && (e.Alone == nil || !e.Alone() || e.transacting())
+	// A single one too: AppendSegments does not follow a row that moves while it waits for it.
+	inOrder := len(a.Ids) > 0 && (e.Alone == nil || !e.Alone() || e.transacting())
 	for _, id := range a.Ids {
 		pushed = append(pushed, id)
 		if inOrder {
@@ -88,11 +89,15 @@ func (f *flusher) flush(b *board) error {
 		batch.CreatePartitions(c, &created)
 		batch.CreateCursors(db.CreateCursorsParams{PublicIds: c.PublicIds})
 	}
-	if len(pushed)+len(cursors.GroupIds) > 0 {
+	if len(pushed) > 0 || len(cursors.GroupIds) > len(done) { // CompleteCursors does without
 		batch.LockCursors(cursors.LockCursorsParams)
 	}
 	if len(pushed) > 0 {
 		batch.MarkPending(db.MarkPendingParams{Pushed: pushed})
+	}
+	var completed []db.CompleteCursorsRow
+	if len(done) > 0 {
+		batch.CompleteCursors(completeParams(done), &completed)
 	}
 	var moved []db.SettleCursorsRow
 	if len(others) > 0 {
@@ -129,16 +134,20 @@ func (f *flusher) flush(b *board) error {
 	if len(lanes.Ns) > 0 {
 		batch.ExtendLanes(lanes, &extendedLanes)
 	}
-	var claimed []db.ClaimPartitionsRow
-	if len(claims) > 0 {
-		batch.ClaimPartitions(claimParams, &claimed)
+	var hinted []db.ClaimHintedRow
+	if len(quick) > 0 {
+		batch.ClaimHinted(e.hintedParams(quick), &hinted)
 	}
-	if batch.Len() == 1 { // everything went to side lanes
+	var claimed []db.ClaimPartitionsRow
+	if len(lists) > 0 {
+		batch.ClaimPartitions(e.claimParams(lists), &claimed)
+	}
+	if batch.Len() == 0 { // everything went to side lanes
 		return nil
 	}
 	began := time.Now()
-	if err := e.send(&batch, b.since); err != nil {
-		e.park.giveBack(lists)
+	if err := e.send(&batch, b.since, claims); err != nil {
+		e.park.giveBack(all)
 		// What plan moved to side lanes is theirs now.
 		b.pushes = b.pushes[:0]
 		for _, n := range entries {
@@ -160,6 +169,9 @@ func (f *flusher) flush(b *board) error {
 	hints = f.deliverPushes(hints, entries, inOrder, locked, appended, created)
 	for _, r := range passed {
 		ofLanes[r.N].apply(e, laneSettled(r))
+	}
+	for _, r := range completed {
+		done[r.N].apply(e, db.SettleCursorsRow{Outcome: outApplied, Committed: r.Committed, Released: r.Released, Pending: r.Pending, DueMs: r.DueMs})
 	}
 	for _, r := range moved {
 		others[r.N].apply(e, r)
@@ -187,9 +199,10 @@ func (f *flusher) flush(b *board) error {
 		hints = append(hints, Hint{Queue: r.queue, Group: r.group, Partition: r.partition})
 		close(r.done)
 	}
+	e.deliverHinted(quick, hinted)
 	e.deliverClaims(lists, claimed)
 	for _, h := range hints {
-		e.park.hint(h, lists)
+		e.park.hint(h, all)
 	}
 	for _, s := range settles {
 		if s.missed && s.Released {
@@ -203,7 +216,7 @@ func (f *flusher) flush(b *board) error {
 }
 
 // send runs the batch on its own context, never a caller's.
-func (e *Engine) send(batch *db.Flush, since time.Time) error {
+func (e *Engine) send(batch *db.Flush, since time.Time, claims []*claim) error {
 	acquire, stop := context.WithTimeout(context.Background(), acquireTimeout(since))
 	conn, err := e.Flights.Acquire(acquire)
 	stop()
@@ -211,9 +224,13 @@ func (e *Engine) send(batch *db.Flush, since time.Time) error {
 		return errors.Join(ErrNoConnection, err)
 	}
 	defer conn.Release()
+	for _, c := range claims {
+		c.sent.Store(true)
+	}
 	// The server cancels a statement that is too long; this is for a server that does not answer any more.
 	ctx, cancel := context.WithTimeout(context.Background(), e.StatementTimeout+connectTimeout)
 	defer cancel()
+	batch.FlushSettings(e.settings(LockTimeout), conn.Conn())
 	if err := batch.Send(ctx, conn); err != nil {
 		if db.NotSent(err) {
 			return errors.Join(errNotSent, err)

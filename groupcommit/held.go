@@ -17,6 +17,8 @@ type holding struct {
 	young, old map[cursorKey]*held
 	leases     map[uuid.UUID][]cursorKey
 	weight     int
+	// When batches were last dropped, in two generations: a claim that began before that, and ends after it, must not bring one back.
+	dropped, droppedOld map[cursorKey]time.Time
 }
 
 type cursorKey struct {
@@ -46,28 +48,42 @@ type keyed struct {
 // maxHeld is how many messages one generation remembers: about 20 MB.
 const maxHeld = 1 << 20
 
+// maxDropped is how many cursors one generation knows that were dropped.
+const maxDropped = 1 << 14
+
 func newHolding() *holding {
-	return &holding{young: make(map[cursorKey]*held), leases: make(map[uuid.UUID][]cursorKey)}
+	return &holding{young: make(map[cursorKey]*held), leases: make(map[uuid.UUID][]cursorKey), dropped: make(map[cursorKey]time.Time)}
 }
 
-// add remembers a batch.
-func (h *holding) add(lease uuid.UUID, s *Span) {
-	n := &held{lease: lease, partition: s.Partition, until: time.Now().Add(s.lease), committed: s.Start, end: s.Start + s.Take}
-	for _, g := range s.Segments {
-		n.parts = append(n.parts, keyed{base: g.Base, count: int(g.Count), first: g.FirstID, keys: g.Keys})
-	}
-	k := cursorKey{s.Group.ID, s.Row.ID}
+// add remembers the batches of a lease. If one was dropped meanwhile, whoever extends the lease has to ask the database which cursors it has:
+// those that are left would not be all.
+func (h *holding) add(lease uuid.UUID, spans ...*Span) {
 	h.mu.Lock()
 	defer h.mu.Unlock()
-	if h.weight += int(s.Take); h.weight > maxHeld {
-		for _, x := range h.old {
-			delete(h.leases, x.lease)
+	whole := true
+	for _, s := range spans {
+		n := &held{lease: lease, partition: s.Partition, until: time.Now().Add(s.lease), committed: s.Start, end: s.Start + s.Take}
+		for _, g := range s.Segments {
+			n.parts = append(n.parts, keyed{base: g.Base, count: int(g.Count), first: g.FirstID, keys: g.Keys})
 		}
-		h.old, h.young, h.weight = h.young, make(map[cursorKey]*held), int(s.Take)
+		k := cursorKey{s.Group.ID, s.Row.ID}
+		if h.dropped[k].After(s.began) || h.droppedOld[k].After(s.began) { // a seek has ended this lease, perhaps
+			whole = false
+			continue
+		}
+		if h.weight += int(s.Take); h.weight > maxHeld {
+			for _, x := range h.old {
+				delete(h.leases, x.lease)
+			}
+			h.old, h.young, h.weight = h.young, make(map[cursorKey]*held), int(s.Take)
+		}
+		h.remove(k)
+		h.young[k] = n
+		h.leases[lease] = append(h.leases[lease], k)
 	}
-	h.remove(k)
-	h.young[k] = n
-	h.leases[lease] = append(h.leases[lease], k)
+	if !whole {
+		delete(h.leases, lease)
+	}
 }
 
 func (h *holding) find(k cursorKey) *held {
@@ -165,6 +181,10 @@ func (h *holding) drop(group int32, partition int64) {
 	h.mu.Lock()
 	defer h.mu.Unlock()
 	k := cursorKey{group, partition}
+	if len(h.dropped) >= maxDropped {
+		h.dropped, h.droppedOld = make(map[cursorKey]time.Time), h.dropped
+	}
+	h.dropped[k] = time.Now()
 	if n := h.find(k); n != nil {
 		h.remove(k)
 		delete(h.leases, n.lease)

@@ -99,13 +99,14 @@ func (e *Engine) settleLanes(ctx context.Context, g *catalog.Group, ds []*Delive
 			refused = append(refused, i)
 		}
 	}
-	return e.explain(ctx, g, ds, refused)
+	e.explain(ctx, g, ds, refused)
+	return nil
 }
 
-// explain says why settles of lanes changed nothing.
-func (e *Engine) explain(ctx context.Context, g *catalog.Group, ds []*Delivered, refused []int) error {
+// explain says why settles of lanes changed nothing. What else the call did stands, also when it cannot find out.
+func (e *Engine) explain(ctx context.Context, g *catalog.Group, ds []*Delivered, refused []int) {
 	if len(refused) == 0 {
-		return nil
+		return
 	}
 	var ids []int64
 	for _, i := range refused {
@@ -114,7 +115,10 @@ func (e *Engine) explain(ctx context.Context, g *catalog.Group, ds []*Delivered,
 	}
 	states, err := e.q.LaneStates(ctx, db.LaneStatesParams{GroupID: g.ID, PartitionIds: ids})
 	if err != nil {
-		return e.Unavailable(err)
+		for _, i := range refused {
+			ds[i].Err = e.Unavailable(err)
+		}
+		return
 	}
 	settled := make(map[int64]uuid.UUID, len(states))
 	for _, s := range states {
@@ -127,7 +131,6 @@ func (e *Engine) explain(ctx context.Context, g *catalog.Group, ds []*Delivered,
 			d.Err = ErrSettled
 		}
 	}
-	return nil
 }
 
 // lanesOf finds the partitions of deliveries, by what was delivered here or in the database; those of other queues are missing.
@@ -151,8 +154,8 @@ func (e *Engine) lanesOf(ctx context.Context, g *catalog.Group, ds []*Delivered)
 	return found, nil
 }
 
-// ExtendLanes makes the leases of deliveries end so many seconds from now.
-func (e *Engine) ExtendLanes(ctx context.Context, g *catalog.Group, ds []*Delivered, seconds int32) error {
+// ExtendLanes makes the leases of deliveries end so many seconds from now. What became of each is in it.
+func (e *Engine) ExtendLanes(ctx context.Context, g *catalog.Group, ds []*Delivered, seconds int32) {
 	extends := make([]*extend, len(ds))
 	for i, d := range ds {
 		x := &extend{group: g.ID, partition: d.Partition, lease: d.Lease, seconds: seconds, lane: true, limited: g.Limited(), done: make(chan struct{})}
@@ -171,7 +174,7 @@ func (e *Engine) ExtendLanes(ctx context.Context, g *catalog.Group, ds []*Delive
 		}
 		e.held.extended(g.ID, d.Partition, time.Now().Add(x.until.Sub(e.Now())))
 	}
-	return e.explain(ctx, g, ds, refused)
+	e.explain(ctx, g, ds, refused)
 }
 
 // passOver takes out of what a claim got what is not to be delivered: messages that were put back for another group, which the cursor
@@ -193,7 +196,7 @@ func (e *Engine) passOver(c *claim, spans []*Span) (kept []*Span, settled *sync.
 		if c.autoAck { // it is past them already
 			continue
 		}
-		x := &settle{group: s.Group, partition: s.Partition, row: &s.Row, Lease: c.lease, Expected: s.Start, Action: actComplete, MoveTo: s.Start + s.Take, done: make(chan struct{})}
+		x := &settle{group: s.Group, partition: s.Partition, row: &s.Row, Lease: c.lease, Expected: s.Start, Action: actComplete, MoveTo: s.Start + s.Take, waits: true, done: make(chan struct{})}
 		switch {
 		case !pass:
 			x.Action, x.Error, x.Signature = actExhaust, leaseExpired, leaseExpired

@@ -259,18 +259,18 @@ func TestDelay(t *testing.T) {
 	message := func(payload, id string) segment.Message {
 		return segment.Message{Payload: []byte(payload), TransactionID: id, Headers: []byte(`{"h":1}`), ProducerSub: "me"}
 	}
+	began := time.Now()
 	ids, err := b.Schedule(t.Context(), q, []groupcommit.Scheduled{
-		{Key: &k, Delay: 900 * time.Millisecond, Message: message("3", "")},
-		{Key: &k, Delay: 700 * time.Millisecond, Message: message("1", "once")},
-		{Key: &k, Delay: 700 * time.Millisecond, Message: message("2", "")},
-		{Key: &k, Delay: 1000 * time.Millisecond, Message: message("4", "once")},
-		{Delay: 950 * time.Millisecond, Message: message("5", "")},
+		{Key: &k, Delay: 2200 * time.Millisecond, Message: message("3", "")},
+		{Key: &k, Delay: 2000 * time.Millisecond, Message: message("1", "once")}, // long enough that what follows is done by then
+		{Key: &k, Delay: 2000 * time.Millisecond, Message: message("2", "")},
+		{Key: &k, Delay: 2300 * time.Millisecond, Message: message("4", "once")},
+		{Delay: 2250 * time.Millisecond, Message: message("5", "")},
 		{Key: &k, Delay: time.Hour, Message: message("6", "")},
 	})
 	if err != nil || len(ids) != 6 || !slices.IsSorted(ids) {
 		t.Fatal(ids, err)
 	}
-	began := time.Now()
 	b.push("orders", "k", item{payload: "0"}) // nothing is held up
 	first := b.receive(q, g, 1, 0)
 	if len(first) != 1 || first[0].payload != "0" {
@@ -284,7 +284,7 @@ func TestDelay(t *testing.T) {
 		if len(got) != 1 || got[0].payload != want {
 			t.Fatalf("%+v, want %s", got, want)
 		}
-		if took := time.Since(began); took < 650*time.Millisecond || took > soon {
+		if took := time.Since(began); took < 2*time.Second || took > soon+2*time.Second {
 			t.Errorf("%s came after %v", want, took)
 		}
 		if err := b.AckLanes(t.Context(), g, one(got)); err != nil {

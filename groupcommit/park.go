@@ -166,17 +166,18 @@ func (p *parking) idle(c *claim) {
 		p.board(c, true)
 		return
 	}
-	if p.parked >= p.e.MaxParked {
+	if p.parked >= p.e.MaxParked && !c.admitted {
 		p.mu.Unlock()
 		c.finish(p.e, nil, ErrOverloaded)
 		return
 	}
 	p.parked++
+	c.admitted = true
 	c.parkedAt = time.Now()
 	if len(c.hints) > 0 { // a hint that led nowhere: whoever held the cursor may have left it
 		g.check.reset(p.e.Recheck)
 	}
-	c.hints, c.tries, c.scan = nil, 0, false
+	c.hints, c.tries, c.scan, c.thorough = nil, 0, false, false
 	if c.partition != nil {
 		g.narrow[c.partition.ID] = append(g.narrow[c.partition.ID], c)
 	} else {
@@ -559,10 +560,10 @@ func (e *Engine) ParkedPops() []metrics.Parked {
 	}
 	for _, g := range p.groups {
 		if len(g.idle) > 0 {
-			add(g.queue, e.nameOf(g.idle[0].queue), len(g.idle))
+			add(g.queue, e.nameOf(g.idle[0]), len(g.idle))
 		}
 		for _, waiting := range g.narrow {
-			add(g.queue, e.nameOf(waiting[0].queue), len(waiting))
+			add(g.queue, e.nameOf(waiting[0]), len(waiting))
 		}
 	}
 	for _, w := range p.watchers {
@@ -575,11 +576,18 @@ func (e *Engine) ParkedPops() []metrics.Parked {
 	return all
 }
 
-func (e *Engine) nameOf(q *catalog.Queue) string {
-	if q.ProjectID != e.Project {
+// nameOf is the name of the queue that a claim is on.
+func (e *Engine) nameOf(c *claim) string {
+	name, project := "", e.Project
+	if c.group.Lanes != nil { // a receive knows its subscription only
+		name, project = c.group.Lanes.Stream, c.group.Project
+	} else if c.queue != nil {
+		name, project = c.queue.Name, c.queue.ProjectID
+	}
+	if project != e.Project {
 		return ""
 	}
-	return q.Name
+	return name
 }
 
 // endAll answers every parked claim. p.mu is held.
@@ -599,28 +607,81 @@ func (p *parking) endAll(err error) {
 	}
 }
 
-// prepare is where a wide list looks: from which partition in the index, whether the index goes before the hints, and the hints.
+// arrange says where a list looks: from which partition in the index, whether the index goes before the hints, and the hints. It takes out
+// the claims that ClaimHinted serves, with a hint for each, and returns them as a list of their own; nil: there are none. taken is what such
+// claims of this flush are about.
 // At least every 8th flush and every 100 ms the index goes first: hot partitions must not starve a backlog nobody hints at.
-func (p *parking) prepare(l *list, want int, scan bool, now time.Time) (from int64, indexFirst bool, hints []int64) {
+func (p *parking) arrange(l *list, taken map[cursorKey]bool, now time.Time) (quick *list) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	g := p.group(l.group)
+	l.looks = g.looks
+	offered := false
 	for _, c := range l.claims {
 		c.looks = g.looks
+		l.scan = l.scan || c.scan && l.partition == 0
+		offered = offered || len(c.hints) > 0
 	}
-	hints = l.hints
-	if scan && len(hints) == 0 {
+	if l.scan && !offered {
 		g.flushes++
 		if g.flushes%8 == 0 || now.Sub(g.indexed) >= 100*time.Millisecond {
 			// And alone: what is looked at is locked, and not to be had for others, also where it is more than is wanted.
 			g.indexed = now
-			return g.scanFrom, true, hints
+			l.indexFirst = true
 		}
 	}
-	for len(hints) < want && len(g.hints) > 0 {
-		hints = append(hints, g.pop())
+	if !l.indexFirst {
+		quick = g.quick(l, taken)
 	}
-	return g.scanFrom, false, hints
+	l.scan = false
+	for _, c := range l.claims {
+		parts := min(c.parts, c.budget)
+		if c.tries > 0 { // the first candidates had nothing to deliver: look at more
+			parts = max(parts, int64(32)<<min(c.tries, 5))
+		}
+		l.want = min(l.want+parts, 10_000)
+		l.scan = l.scan || c.scan && l.partition == 0
+	}
+	if l.partition != 0 {
+		l.from, l.hints = -l.partition, []int64{l.partition}
+		return quick
+	}
+	l.from = g.scanFrom
+	for _, c := range l.claims {
+		l.hints = append(l.hints, c.hints...)
+	}
+	for !l.indexFirst && len(l.hints) < int(l.want) && len(g.hints) > 0 {
+		l.hints = append(l.hints, g.pop())
+	}
+	return quick
+}
+
+func (g *parkedGroup) quick(l *list, taken map[cursorKey]bool) *list {
+	q := &list{group: l.group, partition: l.partition, began: l.began, looks: l.looks}
+	rest := l.claims[:0:0]
+	for _, c := range l.claims {
+		k := cursorKey{l.group.ID, l.partition}
+		switch {
+		case !c.quick():
+			k.partition = 0
+		case l.partition != 0:
+		case len(c.hints) > 0:
+			k.partition = c.hints[0]
+		case len(g.hints) > 0:
+			k.partition = g.pop()
+		}
+		if k.partition == 0 || taken[k] {
+			rest = append(rest, c)
+			continue
+		}
+		taken[k] = true
+		q.claims, q.hints = append(q.claims, c), append(q.hints, k.partition)
+	}
+	l.claims = rest
+	if len(q.claims) == 0 {
+		return nil
+	}
+	return q
 }
 
 // giveBack returns the hints of a flush that failed.
@@ -650,6 +711,18 @@ func (p *parking) partial(group int32) bool {
 	defer p.mu.Unlock()
 	g := p.groups[group]
 	return g != nil && g.partial
+}
+
+// partials says whether a group of the queue takes its segments in parts.
+func (p *parking) partials(queue int32) bool {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	for _, g := range p.byQueue[queue] {
+		if g.partial {
+			return true
+		}
+	}
+	return false
 }
 
 // scanned moves the rotating position behind what the last look at the index returned.

@@ -45,29 +45,35 @@ type Delivery struct {
 }
 
 // Release gives back what was not delivered: the leases end, or the cursors go back, as if the pop had not happened.
-func (d *Delivery) Release() { d.giveBack(nil) }
+func (d *Delivery) Release() { d.giveBack(nil, true) }
 
-// Unreadable is Release for messages that cannot be decoded, and waits until it has happened: the partition of the span
-// they are in rests for 5 seconds, so that it does not come up in every pop.
-func (d *Delivery) Unreadable(s *Span) {
+// Unreadable gives back spans with messages that cannot be decoded, or with all the whole delivery, and waits until it has
+// happened. The partitions of these spans rest for 5 seconds, so that they do not come up in every pop.
+func (d *Delivery) Unreadable(spans []*Span, all bool) { happened(d.giveBack(spans, all)) }
+
+func (d *Delivery) giveBack(rest []*Span, all bool) (done []chan struct{}) {
+	for _, c := range d.claims {
+		spans := rest
+		if all {
+			c.mu.Lock()
+			spans = c.spans
+			c.mu.Unlock()
+		}
+		done = append(done, d.e.giveBack(c, spans, rest)...)
+	}
+	return done
+}
+
+// happened waits for what giveBack returned, a while at most.
+func happened(all []chan struct{}) {
 	timeout := time.After(connectTimeout)
-	for _, done := range d.giveBack(s) {
+	for _, done := range all {
 		select {
 		case <-done:
 		case <-timeout:
 			return
 		}
 	}
-}
-
-func (d *Delivery) giveBack(rest *Span) (done []chan struct{}) {
-	for _, c := range d.claims {
-		c.mu.Lock()
-		spans := c.spans
-		c.mu.Unlock()
-		done = append(done, d.e.giveBack(c, spans, rest)...)
-	}
-	return done
 }
 
 // patience is how much longer than its timeout a pop waits for the flush its claim is on.
@@ -88,7 +94,7 @@ func (e *Engine) Pop(ctx context.Context, p *Pop) (*Delivery, error) {
 		default:
 			d, err = e.popQueue(ctx, p, deadline)
 		}
-		if errors.Is(err, catalog.ErrGone) && tries < 10 {
+		if errors.Is(err, catalog.ErrGone) && tries < 50 {
 			// Deleted and perhaps made again since it was looked up.
 			e.Catalog.ForgetQueue(p.Queue)
 			continue
@@ -230,7 +236,11 @@ func (e *Engine) leave(ctx context.Context, c *claim, err error) (*Delivery, err
 		return nil, err
 	}
 	if c.leave() {
-		if err == nil && !c.looked.Load() {
+		switch {
+		case err != nil || c.looked.Load():
+		case c.sent.Load():
+			err = ErrUnknown // no answer yet: what it takes comes again after its lease
+		default:
 			err = ErrNoConnection
 		}
 		return nil, err
@@ -249,6 +259,9 @@ func (e *Engine) answer(ctx context.Context, c *claim) (*Delivery, error) {
 	}
 	if err != nil {
 		d.Release()
+		if errors.Is(err, ErrNoConnection) {
+			err = ErrUnknown // that one would say that nothing happened
+		}
 		return nil, err
 	}
 	if len(d.Spans) < len(c.spans) {
@@ -271,14 +284,7 @@ func (e *Engine) giveBackRemoved(c *claim, left []*Span) {
 	}
 	c.spans = left
 	c.mu.Unlock()
-	timeout := time.After(connectTimeout)
-	for _, done := range e.giveBack(c, removed, nil) {
-		select {
-		case <-done:
-		case <-timeout:
-			return
-		}
-	}
+	happened(e.giveBack(c, removed, nil))
 }
 
 // popFilled holds a batch that is not full up to the queue's minPopWaitTime: nothing is leased meanwhile.
@@ -358,7 +364,14 @@ func (e *Engine) popPartition(ctx context.Context, p *Pop, deadline time.Time) (
 		part := found[0]
 		p.QueueID = q.ID
 		missing := part.Row() == nil
-		g, err := e.Catalog.Meet(ctx, q, part, p.Group, p.Start, p.Named)
+		patient := deadline
+		if p.Wait <= 0 {
+			patient = time.Now().Add(seedPatience)
+		}
+		g, err := e.Catalog.Meet(ctx, q, part, p.Group, p.Start, p.Named, patient)
+		if errors.Is(err, catalog.ErrHeld) { // nothing of it can be delivered
+			return nil, nil
+		}
 		if err != nil {
 			return nil, e.Unavailable(err)
 		}
@@ -416,7 +429,7 @@ func (e *Engine) popDiscovery(ctx context.Context, p *Pop, deadline time.Time) (
 	var w *watcher
 	lease := newLease(0)
 	for {
-		d, err := e.discover(ctx, p, lease)
+		d, err := e.discover(ctx, p, lease, deadline)
 		if d != nil || err != nil {
 			return d, err
 		}
@@ -437,8 +450,12 @@ func (e *Engine) popDiscovery(ctx context.Context, p *Pop, deadline time.Time) (
 	}
 }
 
-func (e *Engine) discover(ctx context.Context, p *Pop, lease uuid.UUID) (*Delivery, error) {
-	if err := e.Catalog.Discover(ctx, p.Scope, p.Group, p.Start); err != nil {
+func (e *Engine) discover(ctx context.Context, p *Pop, lease uuid.UUID, deadline time.Time) (*Delivery, error) {
+	patient := time.Now().Add(seedPatience)
+	if p.Wait > 0 && deadline.Before(patient) {
+		patient = deadline
+	}
+	if err := e.Catalog.Discover(ctx, p.Scope, p.Group, p.Start, patient); err != nil {
 		return nil, e.Unavailable(err)
 	}
 	budget, parts := p.Batch, max(p.Partitions, 1)
@@ -459,7 +476,7 @@ func (e *Engine) discover(ctx context.Context, p *Pop, lease uuid.UUID) (*Delive
 		if q.ID != r.QueueID {
 			continue // deleted and made again just now
 		}
-		c := e.newClaim(p, q, &catalog.Group{ID: r.ID, QueueID: r.QueueID, Name: p.Group, Registered: true}, lease, budget, parts)
+		c := e.newClaim(p, q, &catalog.Group{ID: r.ID, Project: e.Project, QueueID: r.QueueID, Name: p.Group, Registered: true}, lease, budget, parts)
 		c.discovery = true
 		d, err := e.await(ctx, c, time.Now())
 		if errors.Is(err, catalog.ErrGone) {

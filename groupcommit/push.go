@@ -3,6 +3,7 @@ package groupcommit
 import (
 	"cmp"
 	"context"
+	"errors"
 	"slices"
 	"sync"
 	"sync/atomic"
@@ -21,6 +22,7 @@ type Push struct {
 	Queue     *catalog.Queue
 	Partition *catalog.Partition
 	Messages  []segment.Message
+	Stream    bool // a queue that has to be made again gets the defaults of a stream
 
 	// Results has one element per message once the push is done with Err == nil.
 	Results []Pushed
@@ -312,8 +314,16 @@ func (n *entry) remember(e *Engine) {
 		}
 	}
 	n.partition.SeenTail(n.base + n.total)
+	if e.park.partials(n.queue.ID) { // what they will come for message by message need not be read
+		for _, p := range n.parts {
+			if p.count > 1 && p.codec == segment.Plain && p.keyNo == 0 {
+				e.frames.add(frameKey{n.row.ID, n.base + p.rel}, p.first, p.frames)
+			}
+		}
+	}
 	if n.total > 0 {
-		e.Metrics.Add(n.queue.ID, metrics.PushMessages, n.total)
+		e.Metrics.Add(n.queue.ProjectID, n.queue.ID, metrics.PushMessages, n.total)
+		e.Metrics.Flow(n.queue.ProjectID, n.queue.ID, 0, metrics.Pushed, n.total)
 	}
 	repeated := -n.total
 	for _, p := range n.pushes {
@@ -331,13 +341,13 @@ func (n *entry) remember(e *Engine) {
 
 // made notes the row of the partition that the commit of an entry created.
 func (n *entry) made(e *Engine, r db.CreatePartitionsRow) {
-	e.Catalog.Claimed(n.queue.ID, r.ID, r.PublicID, n.partition.Name, n.partition.Hidden, n.total)
+	e.Catalog.Claimed(n.queue.ProjectID, n.queue.ID, r.ID, r.PublicID, n.partition.Name, n.partition.Hidden, n.total)
 	n.row = &catalog.Row{ID: r.ID, PublicID: r.PublicID}
 	if have := n.partition.Row(); have == nil || have.ID != r.ID {
 		n.partition.Created(*n.row)
 	}
 	n.base, n.createdAt = 0, r.CreatedAt
-	e.Metrics.Add(n.queue.ID, metrics.PartitionsCreated, 1)
+	e.Metrics.Add(n.queue.ProjectID, n.queue.ID, metrics.PartitionsCreated, 1)
 }
 
 func appendParams(entries []*entry) (a db.AppendSegmentsParams, c db.CreatePartitionsParams) {
@@ -446,9 +456,9 @@ func (s *sizes) admit(e *Engine, q *catalog.Queue, n int64, wait bool, count fun
 	return nil
 }
 
-// Unavailable turns an error of a read outside of a flush into ErrNoConnection when that is what it means.
+// Unavailable turns an error of a read outside of a flush into ErrNoConnection when that is what it means: nothing was done.
 func (e *Engine) Unavailable(err error) error {
-	if db.IsConnection(err) {
+	if db.IsConnection(err) && !errors.Is(err, ErrUnknown) {
 		return ErrNoConnection
 	}
 	return err

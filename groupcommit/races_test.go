@@ -70,7 +70,7 @@ func TestFirstContactBlocked(t *testing.T) {
 // small gives a broker the fewest connections it may have: two for flushes and two for all else.
 func small(t *testing.T, dsn string) setup {
 	return setup{alone: true, recheck: slow, pool: 2, change: func(o *groupcommit.Options) {
-		flights, err := db.NewPool(t.Context(), dsn, 2, 30*time.Second)
+		flights, err := db.NewPool(t.Context(), dbtest.Through(t, dsn), 2, 30*time.Second)
 		if err != nil {
 			t.Fatal(err)
 		}

@@ -4,6 +4,7 @@ import (
 	"cmp"
 	"context"
 	"errors"
+	"time"
 
 	"github.com/google/uuid"
 	"github.com/jackc/pgx/v5"
@@ -206,7 +207,7 @@ func (e *Engine) BuryHead(ctx context.Context, partition uuid.UUID, transactionI
 		case errors.Is(err, errUnmet):
 			// It is the head, so the group gets its cursor, as if it had popped this partition.
 			e.Catalog.ForgetGroup(p.QueueID, group)
-			_, err = e.Catalog.Meet(ctx, &catalog.Queue{ID: p.QueueID}, p, group, catalog.All(), false)
+			_, err = e.Catalog.Meet(ctx, &catalog.Queue{ID: p.QueueID}, p, group, catalog.All(), false, time.Now().Add(e.StatementTimeout))
 			if errors.Is(err, catalog.ErrGone) {
 				return id, ErrNoMessage
 			}

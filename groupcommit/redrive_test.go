@@ -110,8 +110,8 @@ func TestRedriveOnce(t *testing.T) {
 func TestRedriveAllOrNothing(t *testing.T) {
 	t.Parallel()
 	dsn := dbtest.New(t)
-	c, through := newCutter(t, dsn)
-	b := start(t, through, setup{alone: true, recheck: slow})
+	c, through := newCutter(t, dbtest.Through(t, dsn))
+	b := start(t, dsn, setup{alone: true, recheck: slow, through: through})
 	pool := admin(t, dsn)
 	const q = "atomic.q"
 	dead := b.dead(q, "p", "m")

@@ -14,6 +14,7 @@ import (
 	"ferrymq/catalog"
 	"ferrymq/dbtest"
 	"ferrymq/groupcommit"
+	"ferrymq/segment"
 )
 
 const often = 50 * time.Millisecond
@@ -415,5 +416,75 @@ func TestClearWakes(t *testing.T) {
 	bs[1].push(q, "p", item{payload: `"new"`})
 	if d := w.wait(t); d.payloads() != "new" {
 		t.Errorf("%q", d.payloads())
+	}
+}
+
+// TestClearBlocked: what somebody holds is cleared last, and until then holds up nothing but the clear.
+func TestClearBlocked(t *testing.T) {
+	t.Parallel()
+	for _, held := range []string{"select from ferrymq.partitions where name = 'b' for update",
+		"select from ferrymq.cursors c join ferrymq.partitions p on p.id = c.partition_id where p.name = 'b' for update of c"} {
+		t.Run(held, func(t *testing.T) {
+			t.Parallel()
+			b := start(t, dbtest.New(t), setup{})
+			for _, p := range []string{"a", "b", "c"} {
+				b.push("q", p, items(2, p)...)
+			}
+			b.need(wide("q", "g", 1, 1, 0), "a-0")
+			release := hold(t, b.dsn, held)
+			q, err := b.Catalog.EnsureQueue(t.Context(), "q")
+			if err != nil {
+				t.Fatal(err)
+			}
+			var partitions, messages int64
+			cleared := background(t, func() (err error) {
+				partitions, messages, err = b.Clear(context.Background(), q, nil)
+				return err
+			})
+			dbtest.WaitBlocked(t, admin(t, b.dsn), 1)
+			if n := number(t, b.Pool, "select count(*) from ferrymq.partitions where first_offset = next_offset"); n != 2 {
+				t.Errorf("%d partitions are clear while one is held", n)
+			}
+			for _, p := range []string{"a", "c"} {
+				if err := b.goPush(t, "q", p, item{payload: `"after"`}).wait(t, "a push beside the held partition", soon); err != nil {
+					t.Error(err)
+				}
+			}
+			release()
+			if err := cleared.wait(t, "the clear", soon); err != nil || partitions != 3 || messages != 6 {
+				t.Errorf("cleared %d partitions of %d messages: %v", partitions, messages, err)
+			}
+		})
+	}
+}
+
+// TestStreamMadeAgain: a stream that is deleted while something is published to it is made again as a stream.
+func TestStreamMadeAgain(t *testing.T) {
+	t.Parallel()
+	for _, stream := range []bool{true, false} {
+		b := start(t, dbtest.New(t), setup{})
+		ctx := t.Context()
+		q, err := b.Catalog.EnsureStream(ctx, "orders")
+		if err != nil {
+			t.Fatal(err)
+		}
+		found, err := b.Catalog.Partitions(ctx, q, []string{"k"})
+		if err != nil {
+			t.Fatal(err)
+		}
+		if _, _, err := b.Catalog.Delete(ctx, "orders"); err != nil {
+			t.Fatal(err)
+		}
+		p := &groupcommit.Push{Queue: q, Partition: found[0], Stream: stream, Messages: []segment.Message{{Payload: []byte("1")}}}
+		if err := b.Push(ctx, []*groupcommit.Push{p}); err != nil || p.Err != nil {
+			t.Fatal(err, p.Err)
+		}
+		keep := int64(0)
+		if stream {
+			keep = 604800
+		}
+		if n := number(t, b.Pool, "select completed_retention_seconds from ferrymq.queues where deleted_at is null"); n != keep {
+			t.Errorf("consumed messages are kept for %d s, want %d", n, keep)
+		}
 	}
 }

@@ -89,36 +89,51 @@ func (e *Engine) fresh(ctx context.Context, queue, group string) (*catalog.Queue
 	return q, g, e.Unavailable(err)
 }
 
-// seek moves the cursors on some partitions: all at once that can be locked without waiting, the rest by and by.
-// Only when nothing is left but what others hold does it wait, for one partition, with no other one locked:
-// whoever holds that for long holds up nothing but this seek.
+// seek moves the cursors on some partitions.
 func (e *Engine) seek(ctx context.Context, g *catalog.Group, ids []int64, to Target) (moved int64, err error) {
+	err = byAndBy(ctx, ids, func(ids []int64, wait bool) ([]int64, error) {
+		rows, err := e.seekSome(g, ids, wait, to)
+		if err != nil {
+			return nil, err
+		}
+		e.sought(g, rows)
+		moved += int64(len(rows))
+		done := make([]int64, len(rows))
+		for i, r := range rows {
+			done[i] = r.PartitionID
+		}
+		return done, nil
+	})
+	return moved, err
+}
+
+// byAndBy has something done to partitions: all at once that can be locked without waiting, the rest by and by. Only when nothing is left
+// but what others hold does it wait, for one partition, with no other one locked: whoever holds that for long holds up nothing but this.
+// do returns which ones it has done; after it waited for one, that one is done in any case.
+func byAndBy(ctx context.Context, ids []int64, do func(ids []int64, wait bool) (done []int64, err error)) error {
 	for wait := len(ids) == 1; len(ids) > 0; {
 		if err := ctx.Err(); err != nil {
-			return moved, err
+			return err
 		}
 		some := ids
 		if wait {
 			some = ids[:1]
 		}
-		rows, err := e.seekSome(g, some, wait, to)
+		done, err := do(some, wait)
 		if err != nil {
-			return moved, err
+			return err
 		}
-		e.sought(g, rows)
-		moved += int64(len(rows))
 		if wait {
 			ids, wait = ids[1:], false
 			continue
 		}
-		done := make(map[int64]bool, len(rows))
-		for _, r := range rows {
-			done[r.PartitionID] = true
+		are := make(map[int64]bool, len(done))
+		for _, id := range done {
+			are[id] = true
 		}
-		ids = slices.DeleteFunc(ids, func(id int64) bool { return done[id] })
-		wait = len(rows) == 0
+		ids, wait = slices.DeleteFunc(slices.Clone(ids), func(id int64) bool { return are[id] }), len(done) == 0
 	}
-	return moved, nil
+	return nil
 }
 
 func (e *Engine) seekSome(g *catalog.Group, ids []int64, wait bool, to Target) (rows []db.SeekCursorsRow, err error) {

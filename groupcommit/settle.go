@@ -47,7 +47,8 @@ type settle struct {
 	Copy      *deadCopy
 	Error     string
 	Signature string
-	Delay     time.Duration // of a nack; negative: as the policy says
+	waits     bool          // for whoever changes the cursor at the same time; else it may have to be decided again
+	Delay     time.Duration // of a nack, negative: as the policy says; of a release, how long the lane rests
 
 	Applied   bool
 	Outcome   int32
@@ -71,6 +72,9 @@ type deadCopy struct {
 	frames        []byte
 	createdAt     time.Time
 }
+
+// quick says whether it is for CompleteCursors.
+func (s *settle) quick() bool { return s.Action == actComplete && !s.waits }
 
 func (s *settle) ofLane() bool { return s.Action >= laneActions }
 
@@ -100,7 +104,7 @@ func (s *settle) leavesWork() bool {
 	case actComplete, actDeadLetter, actAck, actExhaust, actPass:
 		return s.partition.Tail() > s.reach()
 	case actRetry, actGiveBack, actRelease:
-		return true
+		return s.Delay == 0
 	}
 	return false // failed: perhaps delayed
 }
@@ -115,12 +119,26 @@ func (s *settle) apply(e *Engine, r db.SettleCursorsRow) {
 	if s.Outcome == outNeedCopy {
 		return
 	}
+	dead := int64(0)
 	if s.Outcome == outFiled {
-		e.Metrics.Add(s.group.QueueID, metrics.DeadLetters, 1)
+		dead = 1
+		e.Metrics.Add(s.group.Project, s.group.QueueID, metrics.DeadLetters, 1)
 	}
+	s.flow(e, dead)
 	known, missed := e.held.settled(s.group.ID, s.row.ID, s.Lease, s.Committed, s.Released)
 	s.foreign, s.missed = !known, missed
 	e.due(s.DueMs)
+}
+
+// flow counts what became of the messages that the settle passed, dead of them to the dead letters.
+func (s *settle) flow(e *Engine, dead int64) {
+	count := func(f metrics.Traffic, n int64) { e.Metrics.Flow(s.group.Project, s.group.QueueID, s.group.ID, f, n) }
+	count(metrics.Dead, dead)
+	count(metrics.Done, s.Committed-s.Expected-dead)
+	switch s.Action {
+	case actFailed, actRetry, actNack:
+		count(metrics.FailedAttempts, 1-dead)
+	}
 }
 
 // hint is what the settle left for others. here: for pops of this broker too; otherwise it only tells the one that delivered
@@ -187,6 +205,19 @@ func settleParams(settles []*settle) db.SettleCursorsParams {
 	return p
 }
 
+func completeParams(settles []*settle) (p db.CompleteCursorsParams) {
+	for i, s := range settles {
+		p.Ns = append(p.Ns, int32(i))
+		p.GroupIds = append(p.GroupIds, s.group.ID)
+		p.PartitionIds = append(p.PartitionIds, s.row.ID)
+		p.LeaseIds = append(p.LeaseIds, s.Lease)
+		p.Expecteds = append(p.Expecteds, s.Expected)
+		p.MoveTos = append(p.MoveTos, s.MoveTo)
+		p.Reaches = append(p.Reaches, s.reached)
+	}
+	return p
+}
+
 func settleLanesParams(settles []*settle) (p db.SettleLanesParams) {
 	for i, s := range settles {
 		p.Ns = append(p.Ns, int32(i))
@@ -240,6 +271,7 @@ type restore struct {
 	group      int32
 	partition  int64
 	start, end int64
+	claimed    time.Time // by the database's clock
 	rest       bool
 	lane       uint64
 	tries      int
@@ -280,6 +312,7 @@ func restoreParams(rs []*restore) (p db.RestoreCursorsParams) {
 		p.PartitionIds = append(p.PartitionIds, r.partition)
 		p.StartOffsets = append(p.StartOffsets, r.start)
 		p.EndOffsets = append(p.EndOffsets, r.end)
+		p.ClaimedAts = append(p.ClaimedAts, r.claimed)
 		p.Rests = append(p.Rests, r.rest)
 	}
 	return p

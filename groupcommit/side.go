@@ -261,7 +261,11 @@ func (e *Engine) reboard(pushes []*Push) {
 func (e *Engine) resolve(ctx context.Context, p *Push) error {
 	c := e.Catalog.Of(p.Queue.ProjectID)
 	c.ForgetQueue(p.Queue.Name)
-	q, err := c.EnsureQueue(ctx, p.Queue.Name)
+	ensure := c.EnsureQueue
+	if p.Stream {
+		ensure = c.EnsureStream
+	}
+	q, err := ensure(ctx, p.Queue.Name)
 	if err != nil {
 		return e.Unavailable(err)
 	}

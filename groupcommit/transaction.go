@@ -773,9 +773,9 @@ func (x *attempt) happened() {
 		queues[a.group.QueueID] = true
 		for _, it := range a.of.Items {
 			if it.Status == Completed {
-				counts.Add(a.group.QueueID, metrics.AckSuccess, 1)
+				counts.Add(a.group.Project, a.group.QueueID, metrics.AckSuccess, 1)
 			} else {
-				counts.Add(a.group.QueueID, metrics.AckFailed, 1)
+				counts.Add(a.group.Project, a.group.QueueID, metrics.AckFailed, 1)
 			}
 		}
 	}

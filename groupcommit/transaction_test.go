@@ -674,8 +674,8 @@ func (c *cutter) carry(client net.Conn) {
 func TestConnectionCutAtCommit(t *testing.T) {
 	t.Parallel()
 	dsn := dbtest.New(t)
-	c, through := newCutter(t, dsn)
-	b := start(t, through, setup{alone: true, recheck: slow})
+	c, through := newCutter(t, dbtest.Through(t, dsn))
+	b := start(t, dsn, setup{alone: true, recheck: slow, through: through})
 	const q = "cut.q"
 	for n, before := range []bool{true, false, true, false} {
 		b.push(q, "in", item{payload: `"m"`})

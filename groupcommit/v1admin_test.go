@@ -8,6 +8,7 @@ import (
 	"time"
 
 	"ferrymq/catalog"
+	"ferrymq/dbtest"
 	"ferrymq/groupcommit"
 )
 
@@ -338,4 +339,16 @@ func TestDeleteSubscription(t *testing.T) {
 				+ (select count(*) from ferrymq.lane_events where group_id = $1) + (select count(*) from ferrymq.groups where id = $1)`, g.ID) == 0
 		})
 	}
+}
+
+// TestParkedReceives: receives that wait are counted on their stream.
+func TestParkedReceives(t *testing.T) {
+	t.Parallel()
+	b := start(t, dbtest.New(t), setup{recheck: slow})
+	q, g := b.subscribe("parked.s", "sub", nil)
+	b.goReceive(q, g, 1, 20*time.Second)
+	if all := b.ParkedPops(); len(all) != 1 || all[0].Name != "parked.s" || all[0].Queue != q.ID || all[0].Pops != 1 {
+		t.Errorf("%+v", all)
+	}
+	b.Drain()
 }

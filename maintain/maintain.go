@@ -110,13 +110,19 @@ func (m *Maintainer) every(d time.Duration, kick <-chan struct{}, do func(ctx co
 
 func (m *Maintainer) beat() {
 	refreshed := time.Now()
+	var last time.Time // what the last beat wrote
 	m.every(beatEvery, nil, func(ctx context.Context) error {
 		ctx, cancel := context.WithTimeout(ctx, 5*time.Second)
 		defer cancel()
-		beat, err := m.q.BrokerBeat(ctx, db.BrokerBeatParams{ID: m.id, Name: m.Name})
+		beat, err := m.q.BrokerBeat(ctx, db.BrokerBeatParams{ID: m.id, Name: m.Name, Last: last})
 		if err != nil {
 			return err
 		}
+		if beat.Back && !last.IsZero() {
+			m.Log.Warn("the database has gone back to an earlier time: what was written since is lost, and nothing of it is remembered any more")
+			m.Engine.ForgetAll()
+		}
+		last = beat.SeenAt
 		m.Bus.Others(beat.Others > 0)
 		m.Engine.SetNow(beat.Now)
 		m.Engine.SetPeers(beat.Others)

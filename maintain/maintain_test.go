@@ -25,7 +25,7 @@ func TestMain(m *testing.M) { dbtest.Main(m) }
 // broker runs a maintainer with what it needs. It is not started.
 func broker(t *testing.T, dsn string) *Maintainer {
 	t.Helper()
-	pool := dbtest.Pool(t, dsn, 6)
+	pool := dbtest.Pool(t, dbtest.Through(t, dsn), 6)
 	q := db.New(pool)
 	installation, err := q.InstallationGet(t.Context())
 	if err != nil {

@@ -1,8 +1,10 @@
 package maintain
 
 import (
+	"cmp"
 	"context"
 	"errors"
+	"slices"
 	"strconv"
 	"time"
 
@@ -21,12 +23,13 @@ const (
 	lateAgain   = 60 * time.Second // until what is old enough but not consumed is looked at again
 	soonAgain   = 200              // partitions a second for which that may be sooner
 	waitBusy    = time.Second      // for the lock of a partition that is always busy
+	waitHeld    = 10 * time.Second // the same where new rules have to be heeded
 	busyMost    = 500              // of these in one sweep
 )
 
 // Removed is how many messages of a queue one step of the sweep removed, and by which rule. A message counts for one: the mildest that fits.
 type Removed struct {
-	Queue              int32
+	Project, Queue     int32
 	Retention          int64 // retentionSeconds
 	CompletedRetention int64 // completedRetentionSeconds
 	Eviction           int64 // maxWaitTimeSeconds
@@ -157,7 +160,7 @@ func (m *Maintainer) removed(rows []db.RetentionMoveRow, freed []db.RetentionFre
 		queues[r.ID] = r.QueueID
 		if r.Removed > 0 {
 			s := sums[r.QueueID]
-			sums[r.QueueID] = Removed{r.QueueID, s.Retention + r.Retained, s.CompletedRetention + r.Completed, s.Eviction + r.Evicted}
+			sums[r.QueueID] = Removed{r.ProjectID, r.QueueID, s.Retention + r.Retained, s.CompletedRetention + r.Completed, s.Eviction + r.Evicted}
 		}
 	}
 	for _, s := range sums {
@@ -268,22 +271,55 @@ func (m *Maintainer) remind(ctx context.Context) error {
 	return nil
 }
 
-// planRetention makes new rules of a queue hold for what it has stored already.
+// planRetention makes new rules of a queue hold for what it has stored already: first where nobody holds the partition, so that waiting
+// for one holds up no other one. One that is held for too long fails the job when all the others are done.
 func (m *Maintainer) planRetention(ctx context.Context, queue int32, next func() error) error {
+	var held error
 	for after := int64(0); ; {
 		if err := next(); err != nil {
 			return err
 		}
-		var ids []int64
-		err := m.step(ctx, 10*time.Second, func(q *db.Queries) (err error) {
-			ids, err = q.RetentionLockQueue(ctx, db.RetentionLockQueueParams{QueueID: queue, After: after, Max: planChunk})
-			if err != nil || len(ids) == 0 {
+		ids, err := m.q.SeekChunk(ctx, db.SeekChunkParams{QueueID: queue, After: after, Max: planChunk})
+		if err != nil || len(ids) == 0 {
+			return cmp.Or(err, held)
+		}
+		var locked []int64
+		err = m.step(ctx, waitBusy, func(q *db.Queries) (err error) {
+			if locked, err = q.SeekLockPartitions(ctx, db.SeekLockPartitionsParams{Ids: ids}); err != nil || len(locked) == 0 {
 				return err
 			}
-			return q.RetentionPlan(ctx, db.RetentionPlanParams{Ids: ids})
+			return q.RetentionPlan(ctx, db.RetentionPlanParams{Ids: locked})
 		})
-		if err != nil || len(ids) < planChunk {
+		if err != nil {
 			return err
+		}
+		for _, id := range ids {
+			if _, done := slices.BinarySearch(locked, id); done {
+				continue
+			}
+			if err := next(); err != nil {
+				return err
+			}
+			wait := waitHeld
+			if held != nil { // and perhaps many more by the same holder
+				wait = waitBusy
+			}
+			err := m.step(ctx, wait, func(q *db.Queries) error {
+				if _, err := q.PartitionLock(ctx, db.PartitionLockParams{ID: id}); errors.Is(err, pgx.ErrNoRows) {
+					return nil
+				} else if err != nil {
+					return err
+				}
+				return q.RetentionPlan(ctx, db.RetentionPlanParams{Ids: []int64{id}})
+			})
+			if db.IsLockTimeout(err) {
+				held = err
+			} else if err != nil {
+				return err
+			}
+		}
+		if len(ids) < planChunk {
+			return held
 		}
 		after = ids[len(ids)-1]
 	}

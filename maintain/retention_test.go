@@ -321,6 +321,40 @@ func TestStragglers(t *testing.T) {
 	}
 }
 
+// TestPlanBlocked: new rules hold for all partitions but the one that somebody holds, whose turn comes when it is free.
+func TestPlanBlocked(t *testing.T) {
+	t.Parallel()
+	m := sweeper(t, dbtest.New(t))
+	for _, p := range []string{"a", "b", "c"} {
+		send(t, m.Engine, "held.q", p, "x")
+	}
+	q := configure(t, m, "held.q", func(q *catalog.Queue) { q.MaxWaitTimeSeconds = 1000 })
+	tx, err := m.Pool.Begin(t.Context())
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer tx.Rollback(context.Background())
+	if _, err := tx.Exec(t.Context(), "select from ferrymq.partitions where name = 'b' for update"); err != nil {
+		t.Fatal(err)
+	}
+	done := make(chan error, 1)
+	go func() { done <- m.planRetention(context.Background(), q.ID, func() error { return nil }) }()
+	dbtest.WaitBlocked(t, m.Pool, 1)
+	if n := number(t, m.Pool, "select count(*) from ferrymq.partitions where name = 'a' and expire_at is not null"); n != 1 {
+		t.Error("a partition that nobody holds waits for the held one")
+	}
+	send(t, m.Engine, "held.q", "a", "pushed meanwhile")
+	if err := tx.Commit(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	if err := <-done; err != nil {
+		t.Fatal(err)
+	}
+	if n := number(t, m.Pool, "select count(*) from ferrymq.partitions where expire_at is not null"); n != 3 {
+		t.Errorf("the rules hold for %d partitions", n)
+	}
+}
+
 // TestOneSweep: however many brokers look, one of them sweeps in an interval.
 func TestOneSweep(t *testing.T) {
 	t.Parallel()
@@ -760,6 +794,7 @@ func TestReminder(t *testing.T) {
 	var log bytes.Buffer
 	m.Log = slog.New(slog.NewTextHandler(&log, nil))
 	send(t, m.Engine, "full.q", "p", "a")
+	configure(t, m, "full.q", func(q *catalog.Queue) { q.CompletedRetentionSeconds = 60 }) // without retentionEnabled it is no rule
 	send(t, m.Engine, "unread.q", "p", "a")
 	send(t, m.Engine, "ruled.q", "p", "a")
 	configure(t, m, "ruled.q", func(q *catalog.Queue) { q.MaxWaitTimeSeconds = 100_000 })

@@ -7,6 +7,7 @@ package wake
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"log/slog"
 	"math/rand/v2"
@@ -18,6 +19,8 @@ import (
 
 	"github.com/google/uuid"
 	"github.com/jackc/pgx/v5"
+
+	"ferrymq/db"
 )
 
 // Hint says that a partition of a queue may have something to deliver: to one group, or to all when Group is 0.
@@ -27,15 +30,18 @@ type Hint struct {
 	Partition int64
 }
 
-// Options of Open. All are required.
+// Options of Open. All but Direct and Quiet are required.
 type Options struct {
-	Conn *pgx.ConnConfig // two connections are made with it, one listens and one notifies
-	Log  *slog.Logger
+	Conn   *pgx.ConnConfig // two connections are made with it, one listens and one notifies
+	Direct bool            // somebody says that Conn gives sessions of our own: listen whatever it looks like
+	Log    *slog.Logger
 
 	OnHint  func(Hint)     // another broker has something for parked pops
 	OnQueue func(id int32) // another broker configured or deleted a queue
 	OnMove  func()         // something was published from a transaction of its own
 	OnLost  func()         // hints may have been lost: look at everything once
+
+	Quiet time.Duration // how long nothing may come before the other end is asked whether it is there; 0: 15 seconds
 }
 
 // channel is the one NOTIFY channel; what it is about stands in the payload.
@@ -69,6 +75,9 @@ type Bus struct {
 func Open(o Options) *Bus {
 	b := &Bus{o: o, self: uuid.NewString()[:8], pending: make(map[Hint]struct{}), queues: make(map[int32]struct{}), kick: make(chan struct{}, 1)}
 	b.stop, b.cancel = context.WithCancel(context.Background())
+	if b.o.Quiet == 0 {
+		b.o.Quiet = 15 * time.Second
+	}
 	b.others.Store(true) // until the first heartbeat says otherwise
 	b.workers.Add(2)
 	go b.supervise("listening for other brokers", b.listen)
@@ -149,9 +158,15 @@ func (b *Bus) supervise(what string, work func(ctx context.Context, conn *pgx.Co
 				defer cancel()
 				conn.Close(ctx)
 			}()
+			soon, cancel := context.WithTimeout(b.stop, 5*time.Second)
+			_, err = db.Settle(soon, conn, 5*time.Second)
+			cancel()
+			if err != nil {
+				return err
+			}
 			return work(b.stop, conn)
 		}()
-		if b.stop.Err() != nil {
+		if b.stop.Err() != nil || errors.Is(err, errDeaf) {
 			return
 		}
 		if time.Since(began) > time.Minute {
@@ -166,16 +181,34 @@ func (b *Bus) supervise(what string, work func(ctx context.Context, conn *pgx.Co
 	}
 }
 
+// errDeaf means that hints cannot arrive this way.
+var errDeaf = errors.New("nothing can be heard through a connection pooler")
+
 func (b *Bus) listen(ctx context.Context, conn *pgx.Conn) error {
 	defer b.up.Store(false)
-	if _, err := conn.Exec(ctx, "listen "+channel); err != nil {
+	// A pooler takes the connection that listens away after the statement, and drops what arrives there.
+	soon, cancel := context.WithTimeout(ctx, 5*time.Second)
+	pooled, err := db.Pooled(soon, conn)
+	cancel()
+	if err != nil {
+		return err
+	}
+	if pooled && b.o.Direct {
+		b.o.Log.Warn("DATABASE_DIRECT_URL leads through a connection pooler: that is right only if each client keeps a session of its own there")
+	} else if pooled {
+		b.o.Log.Warn("the database is behind a connection pooler, through which nothing can be heard from other brokers: " +
+			"a waiting pop gets what they push at its next re-check, up to POP_WAIT_MAX_INTERVAL_MS later instead of at once; " +
+			"set DATABASE_DIRECT_URL to an address of PostgreSQL itself")
+		return errDeaf
+	}
+	if err := b.exec(ctx, conn, "listen "+channel); err != nil {
 		return err
 	}
 	b.up.Store(true)
 	// Listening first, then looking: nothing falls between the two.
 	b.o.OnLost()
 	for {
-		wait, cancel := context.WithTimeout(ctx, 15*time.Second)
+		wait, cancel := context.WithTimeout(ctx, b.o.Quiet)
 		n, err := conn.WaitForNotification(wait)
 		cancel()
 		if ctx.Err() != nil {
@@ -186,10 +219,7 @@ func (b *Bus) listen(ctx context.Context, conn *pgx.Conn) error {
 				return err
 			}
 			// Quiet for long: is there still someone at the other end?
-			ping, cancel := context.WithTimeout(ctx, 5*time.Second)
-			err := conn.Ping(ping)
-			cancel()
-			if err != nil {
+			if err := b.exec(ctx, conn, "-- ping"); err != nil {
 				return fmt.Errorf("ping: %w", err)
 			}
 			continue
@@ -237,22 +267,18 @@ func (b *Bus) receive(payload string) {
 }
 
 func (b *Bus) send(ctx context.Context, conn *pgx.Conn) error {
-	// Nothing here needs to survive a crash.
-	if _, err := conn.Exec(ctx, "set synchronous_commit = off"); err != nil {
-		return err
-	}
 	if err := b.notify(ctx, conn, b.self); err != nil { // hello: I may want your hints
 		return err
 	}
-	ping := time.NewTicker(15 * time.Second)
+	ping := time.NewTicker(b.o.Quiet)
 	defer ping.Stop()
 	for {
 		select {
 		case <-ctx.Done():
 			return ctx.Err()
 		case <-ping.C:
-			if err := conn.Ping(ctx); err != nil {
-				return err
+			if err := b.exec(ctx, conn, "-- ping"); err != nil {
+				return fmt.Errorf("ping: %w", err)
 			}
 		case <-b.kick:
 			for payload := b.take(); payload != ""; payload = b.take() {
@@ -270,9 +296,15 @@ func (b *Bus) send(ctx context.Context, conn *pgx.Conn) error {
 }
 
 func (b *Bus) notify(ctx context.Context, conn *pgx.Conn, payload string) error {
+	// Nothing here needs to survive a crash. Local, and under no name: a pooler may give the session to others.
+	return b.exec(ctx, conn, "select set_config('synchronous_commit', 'off', true), pg_notify($1, $2)", pgx.QueryExecModeExec, channel, payload)
+}
+
+// exec waits a while only: a connection whose other end has gone without a word would be believed for as long as TCP does.
+func (b *Bus) exec(ctx context.Context, conn *pgx.Conn, sql string, args ...any) error {
 	ctx, cancel := context.WithTimeout(ctx, 5*time.Second)
 	defer cancel()
-	_, err := conn.Exec(ctx, "select pg_notify($1, $2)", channel, payload)
+	_, err := conn.Exec(ctx, sql, args...)
 	return err
 }
 

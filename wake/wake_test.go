@@ -1,9 +1,11 @@
 package wake
 
 import (
+	"context"
 	"fmt"
 	"io"
 	"log/slog"
+	"net"
 	"strings"
 	"sync"
 	"testing"
@@ -184,6 +186,108 @@ func TestSenderLost(t *testing.T) {
 	eventually(t, "the hint, or a look at everything", func() bool {
 		return rb.see(func() bool { return rb.hints[Hint{2, 2, 2}] > 0 || rb.lost > before })
 	})
+}
+
+// network is a way to the server that can stop to carry anything, without a word to either end.
+type network struct {
+	mu    sync.Mutex
+	dead  chan struct{} // closed: what was dialled before carries nothing any more
+	dials int
+}
+
+func (n *network) dial(ctx context.Context, network, addr string) (net.Conn, error) {
+	far, err := (&net.Dialer{}).DialContext(ctx, network, addr)
+	if err != nil {
+		return nil, err
+	}
+	near, inside := net.Pipe()
+	n.mu.Lock()
+	dead := n.dead
+	n.dials++
+	n.mu.Unlock()
+	carry := func(to, from net.Conn) {
+		defer to.Close()
+		defer from.Close()
+		for b := make([]byte, 4096); ; {
+			k, err := from.Read(b)
+			if err != nil {
+				return
+			}
+			select {
+			case <-dead:
+				continue // swallowed
+			default:
+			}
+			if _, err := to.Write(b[:k]); err != nil {
+				return
+			}
+		}
+	}
+	go carry(far, inside)
+	go carry(inside, far)
+	return near, nil
+}
+
+func (n *network) dialled() int {
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	return n.dials
+}
+
+// cut makes the connections so far carry nothing.
+func (n *network) cut() {
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	close(n.dead)
+	n.dead = make(chan struct{})
+}
+
+// TestSilentNetwork: connections that are open and carry nothing are noticed and made anew, the listening and the telling one.
+func TestSilentNetwork(t *testing.T) {
+	t.Parallel()
+	dsn := dbtest.New(t)
+	ra, rb := newReceiver(), newReceiver()
+	networks := [2]network{{dead: make(chan struct{})}, {dead: make(chan struct{})}}
+	var buses [2]*Bus
+	for i, r := range []*receiver{ra, rb} {
+		conn, err := pgx.ParseConfig(dsn)
+		if err != nil {
+			t.Fatal(err)
+		}
+		conn.DialFunc, conn.RuntimeParams["application_name"] = networks[i].dial, "bus"
+		o := r.options(conn)
+		o.Quiet = 300 * time.Millisecond
+		buses[i] = Open(o)
+		defer buses[i].Close()
+	}
+	a, b := buses[0], buses[1]
+	eventually(t, "both listen", func() bool { return a.Listening() && b.Listening() })
+	flows := func(round int64) {
+		t.Helper()
+		h := Hint{1, 1, round}
+		eventually(t, "hints flow", func() bool {
+			a.Announce([]Hint{h})
+			return rb.see(func() bool { return rb.hints[h] > 0 })
+		})
+	}
+	flows(1)
+	pool := dbtest.Pool(t, dsn, 1)
+	eventually(t, "nothing is said but whether somebody is there", func() bool {
+		var n int
+		if err := pool.QueryRow(t.Context(), "select count(*) from pg_stat_activity where application_name = 'bus' and datname = current_database() and state = 'idle' and query = '-- ping'").Scan(&n); err != nil {
+			t.Fatal(err)
+		}
+		return n == 4
+	})
+	before, lost := networks[0].dialled()+networks[1].dialled(), 0
+	rb.see(func() bool { lost = rb.lost; return true })
+	networks[0].cut()
+	networks[1].cut()
+	eventually(t, "a look at everything", func() bool { return rb.see(func() bool { return rb.lost > lost }) })
+	flows(2)
+	if n := networks[0].dialled() + networks[1].dialled() - before; n > 12 {
+		t.Errorf("%d connections were made", n)
+	}
 }
 
 func receiving(r *receiver) *Bus {
