@@ -46,6 +46,8 @@ type Config struct {
 	BindAddr string `env:"BIND_ADDR"`
 	// PostgreSQL 15 or newer, as a URL or as key=value pairs. Empty: what `PGHOST` and its companions say, else a private PostgreSQL under `DATA_DIR`.
 	DatabaseURL string `env:"DATABASE_URL"`
+	// The same database without a connection pooler in between, for what needs a session of its own: hearing of other brokers, and migrations. Empty: `DATABASE_URL`.
+	DatabaseDirectURL string `env:"DATABASE_DIRECT_URL"`
 	// Directory of the private PostgreSQL.
 	DataDir string `env:"DATA_DIR" envDefault:"./data"`
 	// Database connections that serve requests; two more listen and notify.
@@ -216,6 +218,9 @@ func loadConfig(vars map[string]string) (*Config, error) {
 			return nil, err
 		}
 		c.DatabaseURL = dsn
+	}
+	if c.DatabaseDirectURL != "" && c.DatabaseURL == "" {
+		return nil, errors.New("DATABASE_DIRECT_URL: needs DATABASE_URL too")
 	}
 	return &c, nil
 }

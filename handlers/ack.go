@@ -19,23 +19,24 @@ type ackItem struct {
 	transactionID, partitionID, status, error, leaseID *string
 }
 
-func (it *ackItem) field(d *document, name string) (known bool, err error) {
+func (it *ackItem) field(d *document, name string, last ackItem) (known bool, err error) {
 	var to **string
+	var before *string // acks of one call mostly have these in common
 	switch name {
 	case "transactionId":
 		to = &it.transactionID
 	case "partitionId":
-		to = &it.partitionID
+		to, before = &it.partitionID, last.partitionID
 	case "status":
-		to = &it.status
+		to, before = &it.status, last.status
 	case "error":
 		to = &it.error
 	case "leaseId":
-		to = &it.leaseID
+		to, before = &it.leaseID, last.leaseID
 	default:
 		return false, nil
 	}
-	*to, err = d.optionalText()
+	*to, err = d.optionalTextLike(before)
 	return true, err
 }
 
@@ -62,40 +63,30 @@ func groupName(d *document) (string, error) {
 	return *s, nil
 }
 
-func (a *API) ack(w http.ResponseWriter, r *request) error {
-	body, err := a.body(w, r.Request)
-	if err != nil {
-		return err
-	}
-	group := catalog.QueueMode
+// readAck decodes the body of the single route.
+func readAck(body []byte) (group string, items []ackItem, err error) {
+	group = catalog.QueueMode
 	var it ackItem
 	err = parse(body, func(d *document) error {
-		return d.object(func(name string) error {
+		return d.object(func(name string) (err error) {
 			if name == "consumerGroup" {
 				group, err = groupName(d)
 				return err
 			}
-			if known, err := it.field(d, name); known {
+			if known, err := it.field(d, name, ackItem{}); known {
 				return err
 			}
 			return d.skip()
 		})
 	})
-	if err != nil {
-		return err
-	}
-	return a.acknowledge(w, r, group, []ackItem{it})
+	return group, []ackItem{it}, err
 }
 
-func (a *API) ackBatch(w http.ResponseWriter, r *request) error {
-	body, err := a.body(w, r.Request)
-	if err != nil {
-		return err
-	}
-	group := catalog.QueueMode
-	var items []ackItem
+// readAcks decodes the body of the batch route.
+func readAcks(body []byte) (group string, items []ackItem, err error) {
+	group = catalog.QueueMode
 	err = parse(body, func(d *document) error {
-		return d.object(func(name string) error {
+		return d.object(func(name string) (err error) {
 			switch name {
 			case "consumerGroup":
 				group, err = groupName(d)
@@ -105,10 +96,13 @@ func (a *API) ackBatch(w http.ResponseWriter, r *request) error {
 				if null, err := d.null(); null || err != nil {
 					return err
 				}
-				return d.array(func(int) error {
-					var it ackItem
+				return d.array(func(i int) error {
+					var it, last ackItem
+					if i > 0 {
+						last = items[i-1]
+					}
 					err := d.object(func(name string) error {
-						if known, err := it.field(d, name); known {
+						if known, err := it.field(d, name, last); known {
 							return err
 						}
 						return d.skip()
@@ -120,16 +114,25 @@ func (a *API) ackBatch(w http.ResponseWriter, r *request) error {
 			return d.skip()
 		})
 	})
-	if err != nil {
-		return err
-	}
-	return a.acknowledge(w, r, group, items)
+	return group, items, err
 }
+
+func (a *API) ack(w http.ResponseWriter, r *request) error { return a.acknowledge(w, r, readAck) }
+
+func (a *API) ackBatch(w http.ResponseWriter, r *request) error { return a.acknowledge(w, r, readAcks) }
 
 var errPartitionID = errors.New("invalid partitionId")
 
 // acknowledge groups the items by (partition, lease) and answers them in request order.
-func (a *API) acknowledge(w http.ResponseWriter, r *request, group string, items []ackItem) error {
+func (a *API) acknowledge(w http.ResponseWriter, r *request, read func(body []byte) (string, []ackItem, error)) error {
+	body, err := a.body(w, r.Request)
+	if err != nil {
+		return err
+	}
+	group, items, err := read(body)
+	if err != nil {
+		return err
+	}
 	type key struct {
 		partition uuid.UUID
 		lease     string
@@ -215,8 +218,8 @@ func (a *API) acknowledge(w http.ResponseWriter, r *request, group string, items
 	a.Metrics.Total(metrics.DatabaseErrors, broken)
 	for queue, n := range counts {
 		a.Metrics.Queue(queue, metrics.AckRequests, 1)
-		a.Metrics.Add(queue, metrics.AckSuccess, n.success)
-		a.Metrics.Add(queue, metrics.AckFailed, n.failed)
+		a.Metrics.Add(r.engine.Project, queue, metrics.AckSuccess, n.success)
+		a.Metrics.Add(r.engine.Project, queue, metrics.AckFailed, n.failed)
 	}
 	return a.write(w, http.StatusOK, append(b, ']'))
 }
@@ -275,14 +278,10 @@ func ackError(err error) string {
 
 const defaultExtend = 60
 
-// extend reads its body leniently: no body, no JSON or no seconds are all the default.
-func (a *API) extend(w http.ResponseWriter, r *request) error {
-	body, err := a.body(w, r.Request)
-	if err != nil {
-		return err
-	}
+// readExtend is lenient: no body, no JSON or no seconds are all the default.
+func readExtend(body []byte) int64 {
 	seconds := int64(defaultExtend)
-	err = parse(body, func(d *document) error {
+	err := parse(body, func(d *document) error {
 		return d.object(func(name string) error {
 			if name != "seconds" || d.kind() != '0' {
 				return d.skip()
@@ -298,8 +297,17 @@ func (a *API) extend(w http.ResponseWriter, r *request) error {
 		})
 	})
 	if err != nil {
-		seconds = defaultExtend
+		return defaultExtend
 	}
+	return seconds
+}
+
+func (a *API) extend(w http.ResponseWriter, r *request) error {
+	body, err := a.body(w, r.Request)
+	if err != nil {
+		return err
+	}
+	seconds := readExtend(body)
 	var renewed int
 	var until time.Time
 	if lease, err := uuid.Parse(r.params[0]); err == nil && len(r.params[0]) == 36 {

@@ -6,6 +6,7 @@ import (
 	"errors"
 	"log/slog"
 	"math/rand/v2"
+	"net"
 	"net/http"
 	"net/url"
 	"slices"
@@ -50,8 +51,14 @@ type API struct {
 	counting chan struct{} // holds an element while somebody counts
 	routes   []route
 	other    *metrics.Route // answers to what is no route
-	keys     *auth.Keys
-	queries  *db.Queries // outside of a transaction, on a connection that is waited for only so long
+
+	lookouts    lookouts
+	connections atomic.Int64
+
+	keys    *auth.Keys
+	reads   db.Patient  // for listings and the like: only so many at once, so that they leave the database to messages
+	queries *db.Queries // the same, outside of a transaction
+	direct  *db.Queries // for what must not wait behind listings
 }
 
 type route struct {
@@ -125,6 +132,22 @@ type request struct {
 	params []string
 	sub    string    // whom the token names; "" is nobody
 	key    *auth.Key // the API key it came with, if it did
+	roles  auth.Role
+	path   []string // decoded, for stillAllowed
+	level  level
+	began  time.Time
+}
+
+// longWait is after how long a request that waited is judged again.
+const longWait = time.Second
+
+// stillAllowed judges a request again that has waited for messages: its key may have been deleted since, or its token be over.
+func (a *API) stillAllowed(r *request) error {
+	if time.Since(r.began) < longWait {
+		return nil
+	}
+	_, err := a.authorize(r.Request, r.path, r.level)
+	return err
 }
 
 // table is the table of contents of the API. What is called most comes first.
@@ -141,12 +164,15 @@ func (a *API) table() []route {
 		on("DELETE", "/api/v1/resources/queues/{queue}", admin, (*API).deleteQueue),
 		probe("/health", open, (*API).health),
 		probe("/ready", open, (*API).ready),
-	}, groupRoutes(), transactionRoutes(), messageRoutes(), deadLetterRoutes(), clearRoutes(), systemRoutes(), resourceRoutes(), analyticsRoutes(), publishRoutes(), consumeRoutes(), projectRoutes(), laneDeadRoutes(), laneTraceRoutes(), streamRoutes(), subscriptionRoutes(), openAPIRoutes())
+	}, groupRoutes(), transactionRoutes(), messageRoutes(), deadLetterRoutes(), clearRoutes(), systemRoutes(), resourceRoutes(), analyticsRoutes(), publishRoutes(), consumeRoutes(), projectRoutes(), laneDeadRoutes(), laneTraceRoutes(), streamRoutes(), subscriptionRoutes(), openAPIRoutes(), consoleRoutes())
 }
 
 // Handler makes the API servable.
 func (a *API) Handler() http.Handler {
-	a.routes, a.queries, a.counting = a.table(), db.New(db.Patient{Pool: a.Pool}), make(chan struct{}, 1)
+	a.routes, a.counting = a.table(), make(chan struct{}, 1)
+	a.lookouts.room = make(chan struct{}, 1)
+	a.reads = db.Patient{Pool: a.Pool, Room: make(chan struct{}, max(1, a.Pool.Config().MaxConns/readShare))}
+	a.queries, a.direct = db.New(a.reads), db.New(db.Patient{Pool: a.Pool})
 	a.keys = auth.NewKeys(a.findKey)
 	if a.Metrics == nil {
 		a.Metrics = metrics.New(Version)
@@ -162,11 +188,24 @@ func (a *API) Handler() http.Handler {
 	return a
 }
 
+// readShare is of how many connections one may be used by listings, statistics and whatever else reads much.
+const readShare = 4
+
 // Ready lets requests through to the engine.
 func (a *API) Ready(e *groupcommit.Engine) { a.engine.Store(e) }
 
 // NotReady says why requests are not let through yet, for /ready.
 func (a *API) NotReady(reason string) { a.waiting.Store(&reason) }
+
+// ConnState counts connections, as the http.Server's hook.
+func (a *API) ConnState(_ net.Conn, s http.ConnState) {
+	switch s {
+	case http.StateNew:
+		a.connections.Add(1)
+	case http.StateClosed, http.StateHijacked:
+		a.connections.Add(-1)
+	}
+}
 
 // Drain makes /ready say so. Requests are still served.
 func (a *API) Drain() { a.draining.Store(true) }
@@ -175,7 +214,7 @@ func (a *API) Drain() { a.draining.Store(true) }
 func (a *API) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	began := time.Now()
 	rec := &recorder{ResponseWriter: w, status: http.StatusOK, route: a.other}
-	if err := a.serve(rec, r); err != nil {
+	if err := a.serve(rec, r, began); err != nil {
 		a.fail(rec, r, err)
 	}
 	if r.Context().Err() != nil {
@@ -205,7 +244,7 @@ func (w *recorder) WriteHeader(status int) {
 // Unwrap is for http.ResponseController.
 func (w *recorder) Unwrap() http.ResponseWriter { return w.ResponseWriter }
 
-func (a *API) serve(w *recorder, r *http.Request) error {
+func (a *API) serve(w *recorder, r *http.Request, began time.Time) error {
 	segments := strings.Split(strings.TrimPrefix(r.URL.EscapedPath(), "/"), "/")
 	for i, s := range segments {
 		if segments[i], _ = url.PathUnescape(s); segments[i] == "" {
@@ -235,7 +274,7 @@ func (a *API) serve(w *recorder, r *http.Request) error {
 		if e == nil && !t.waiting {
 			return busy("not ready")
 		}
-		return t.handle(a, w, &request{Request: r, engine: e, params: params, sub: id.Subject, key: id.Key})
+		return t.handle(a, w, &request{Request: r, engine: e, params: params, sub: id.Subject, key: id.Key, roles: id.Roles, path: segments, level: t.level, began: began})
 	}
 	if len(allowed) > 0 {
 		slices.Sort(allowed)
@@ -245,13 +284,13 @@ func (a *API) serve(w *recorder, r *http.Request) error {
 	return errNoRoute
 }
 
-// authorize looks at a request that has a route and whose body nobody has read, and says who sent it. API keys are for /v1 only.
+// authorize looks at a request that has a route and whose body nobody has read, and says who sent it. API keys are for /v1 and the console only.
 func (a *API) authorize(r *http.Request, path []string, l level) (id auth.Identity, err error) {
 	if a.Auth == nil || l == public || a.Auth.Open(path) {
 		return id, nil
 	}
 	var keys *auth.Keys
-	if path[0] == "v1" {
+	if path[0] == "v1" || path[0] == "console" {
 		keys = a.keys
 	}
 	id, err = a.Auth.Authenticate(r.Context(), r.Header["Authorization"], keys)
@@ -311,6 +350,8 @@ func (a *API) fail(w http.ResponseWriter, r *http.Request, err error) int {
 	return known.status
 }
 
+var nosniff = []string{"nosniff"}
+
 // writeTimeout is how long a client may take to read an answer.
 const writeTimeout = time.Minute
 
@@ -318,6 +359,7 @@ const writeTimeout = time.Minute
 func (a *API) write(w http.ResponseWriter, status int, body []byte) error {
 	h := w.Header()
 	h.Set("Content-Type", "application/json")
+	h["X-Content-Type-Options"] = nosniff // a payload is never a page
 	h.Set("Content-Length", strconv.Itoa(len(body)))
 	_ = http.NewResponseController(w).SetWriteDeadline(time.Now().Add(writeTimeout))
 	w.WriteHeader(status)
@@ -371,4 +413,4 @@ func (a *API) ready(w http.ResponseWriter, r *request) error {
 	return a.write(w, http.StatusOK, []byte(`{"status":"ready"}`))
 }
 
-var errNoConnection = groupcommit.ErrNoConnection
+var errNoConnection, errUnknown = groupcommit.ErrNoConnection, groupcommit.ErrUnknown

@@ -119,6 +119,20 @@ GET    /v1/projects/:project/keys                      root
 DELETE /v1/projects/:project/keys/:key                 root
 `
 
+// consoleOnly is what the web console asks for; API keys with the scope read may too.
+const consoleOnly = `
+GET    /console/session              RO
+GET    /console/overview             RO
+GET    /console/queues               RO
+GET    /console/queue                RO
+GET    /console/groups               RO
+GET    /console/blocked              RO
+GET    /console/dead-letters         RO
+GET    /console/dead-letters/ids     RO
+GET    /console/message              RO
+GET    /console/system               RO
+`
+
 // guarded is the API without a database and not ready: whoever is let through gets 503, or a probe.
 func guarded(t *testing.T, o auth.Options, log io.Writer) http.Handler {
 	t.Helper()
@@ -175,8 +189,8 @@ func TestEveryRouteEveryRole(t *testing.T) {
 	allowed["P"] = allowed["RO"] // taken off the list
 
 	open, closed := guarded(t, guards(defaultSkip...), io.Discard), guarded(t, guards("/nothing"), io.Discard)
-	off, everything := guarded(t, auth.Options{}, io.Discard), guarded(t, guards("/health", "/ready", "/metrics", "/status", "/metrics/", "/api/"), io.Discard)
-	for line := range strings.Lines(strings.TrimSpace(contractRoutes)) {
+	off, everything := guarded(t, auth.Options{}, io.Discard), guarded(t, guards("/health", "/ready", "/metrics", "/status", "/metrics/", "/api/", "/console/"), io.Discard)
+	for line := range strings.Lines(strings.TrimSpace(contractRoutes) + consoleOnly) {
 		f := strings.Fields(line)
 		method, path, level := f[0], f[1], f[2]
 		path = strings.NewReplacer(":", "a").Replace(path)
@@ -271,6 +285,7 @@ func TestEveryV1RouteEveryCredential(t *testing.T) {
 	key("other", auth.Key{Project: 2, Name: "other", Scopes: auth.Publish | auth.Consume | auth.Read | auth.Manage})
 	key("scopeless", auth.Key{Project: 1, Name: "default"})
 
+	who["expired"] = "Bearer " + token(t, jwt.MapClaims{"role": "admin", "exp": time.Now().Add(-time.Hour).Unix()})
 	allowed := map[string][]string{
 		"publish": {"root", "admin", "read-write", "write-only", "publish key", "other key"},
 		"consume": {"root", "admin", "read-write", "consume key", "other key"},
@@ -278,7 +293,7 @@ func TestEveryV1RouteEveryCredential(t *testing.T) {
 		"admin":   {"root", "admin", "admin key", "other key"},
 		"root":    {"root", "admin"},
 	}
-	refused := map[string]string{"nobody": "Authentication required", "bad": "Bad token header", "no key": "Unknown API key", "no secret": "Unknown API key"}
+	refused := map[string]string{"nobody": "Authentication required", "bad": "Bad token header", "no key": "Unknown API key", "no secret": "Unknown API key", "expired": "Token has expired"}
 	find := func(_ context.Context, hash [sha256.Size]byte) (*auth.Key, error) { return keys[hash], nil }
 	on, off := guarded(t, guards(), io.Discard), guarded(t, auth.Options{}, io.Discard)
 	on.(*API).keys, off.(*API).keys = auth.NewKeys(find), nil
@@ -341,7 +356,7 @@ func TestNoOtherRoutes(t *testing.T) {
 	levels := map[level]string{open: "P", readOnly: "RO", writeOnly: "WO", readWrite: "RW", admin: "AD"}
 	known := map[string]bool{"GET /v1/openapi.json public": true}
 	scopes := map[level]string{readOnly: "read", writeOnly: "publish", readWrite: "consume", admin: "admin", root: "root", public: "public"}
-	for line := range strings.Lines(contractRoutes + v1Routes) {
+	for line := range strings.Lines(contractRoutes + v1Routes + consoleOnly) {
 		if f := strings.Fields(line); len(f) > 0 {
 			known[strings.Join(f, " ")] = true
 		}

@@ -156,7 +156,7 @@ func TestBrowse(t *testing.T) {
 	seed := rand.Uint64()
 	t.Log("seed", seed)
 	rng := rand.New(rand.NewPCG(seed, 1))
-	pool := dbtest.Pool(t, dbtest.New(t), 2)
+	pool := dbtest.Pool(t, dbtest.Through(t, dbtest.New(t)), 2)
 	start := time.Date(2026, 1, 1, 0, 0, 0, 0, time.UTC)
 	scatter(t, pool, rng, start)
 	type message struct {
@@ -228,7 +228,7 @@ func TestBrowse(t *testing.T) {
 // TestBrowseBounded: a page of many partitions reads few segments, wherever the page lies in time.
 func TestBrowseBounded(t *testing.T) {
 	t.Parallel()
-	pool := dbtest.Pool(t, dbtest.New(t), 2)
+	pool := dbtest.Pool(t, dbtest.Through(t, dbtest.New(t)), 2)
 	exec(t, pool, "insert into ferrymq.queues (project_id, name, namespace, task) values (1, 'q', 'q', '')")
 	exec(t, pool, `insert into ferrymq.partitions (public_id, queue_id, name, next_offset, created_at, last_push_at)
 		select gen_random_uuid(), 1, 'p' || i, 50, now() - interval '1 day', now() - i * interval '1 millisecond' from generate_series(1, 2000) i`)
@@ -264,7 +264,7 @@ func TestBrowseBounded(t *testing.T) {
 // the time is shown unless something newer of the range was removed meanwhile. Nobody waits for anybody.
 func TestBrowseUnderTraffic(t *testing.T) {
 	t.Parallel()
-	pool := dbtest.Pool(t, dbtest.New(t), 4)
+	pool := dbtest.Pool(t, dbtest.Through(t, dbtest.New(t)), 4)
 	exec(t, pool, "insert into ferrymq.queues (project_id, name, namespace, task) values (1, 'q', 'q', '')")
 	exec(t, pool, `insert into ferrymq.partitions (public_id, queue_id, name, next_offset, created_at, last_push_at)
 		select gen_random_uuid(), 1, 'p' || i, 20, now() - interval '3 hours', now() - interval '1 hour' from generate_series(1, 20) i`)
@@ -337,7 +337,7 @@ func TestBrowseUnderTraffic(t *testing.T) {
 // TestBrowseNeverWaits: a page, and the search for one message, pass by every row lock.
 func TestBrowseNeverWaits(t *testing.T) {
 	t.Parallel()
-	pool := dbtest.Pool(t, dbtest.New(t), 2)
+	pool := dbtest.Pool(t, dbtest.Through(t, dbtest.New(t)), 2)
 	scatter(t, pool, rand.New(rand.NewPCG(1, 2)), time.Now().Add(-time.Hour))
 	tx, err := pool.Begin(t.Context())
 	if err != nil {

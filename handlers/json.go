@@ -23,14 +23,19 @@ func (a *API) body(w http.ResponseWriter, r *http.Request) ([]byte, error) {
 		buf.Grow(int(min(n, 1<<20)) + bytes.MinRead)
 	}
 	_, err := buf.ReadFrom(http.MaxBytesReader(w, r.Body, a.MaxBody))
-	var large *http.MaxBytesError
-	if errors.As(err, &large) {
-		return nil, errTooLarge
-	}
 	if err != nil {
-		return nil, bad("bad body: it ended early")
+		return nil, bodyError(err)
 	}
 	return buf.Bytes(), nil
+}
+
+// bodyError is the answer to a body that cannot be read to its end.
+func bodyError(err error) error {
+	var large *http.MaxBytesError
+	if errors.As(err, &large) {
+		return errTooLarge
+	}
+	return bad("bad body: it ended early")
 }
 
 // document walks one JSON text without building it: values are slices of the body, so a payload comes out as it came in.
@@ -226,6 +231,15 @@ func (d *document) str(last string) (string, error) {
 	return string(s), nil
 }
 
+// text is a value as it stands in a body, if it is a string; else it is empty.
+func text(raw []byte) string {
+	s, err := jsontext.AppendUnquote(nil, raw)
+	if err != nil {
+		return ""
+	}
+	return string(s)
+}
+
 // errNotText is a JSON string that is no UTF-8: it escapes half of a surrogate pair.
 var errNotText = errors.New("not text")
 
@@ -248,7 +262,10 @@ func (d *document) optionalName(max int) (*string, error) {
 }
 
 // optionalText is any string, or nil for null. Half surrogate pairs become U+FFFD.
-func (d *document) optionalText() (*string, error) {
+func (d *document) optionalText() (*string, error) { return d.optionalTextLike(nil) }
+
+// optionalTextLike is optionalText. last is what the same member was before: an equal one is not copied again.
+func (d *document) optionalTextLike(last *string) (*string, error) {
 	if null, err := d.null(); null || err != nil {
 		return nil, err
 	}
@@ -259,6 +276,9 @@ func (d *document) optionalText() (*string, error) {
 	raw, err := d.dec.ReadValue()
 	if err != nil {
 		return nil, err
+	}
+	if last != nil && string(raw[1:len(raw)-1]) == *last && bytes.IndexByte(raw, '\\') < 0 {
+		return last, nil
 	}
 	b, _ := jsontext.AppendUnquote(nil, raw)
 	s := string(bytes.ToValidUTF8(b, []byte("\uFFFD")))

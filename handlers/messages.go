@@ -54,7 +54,7 @@ func (a *API) listMessages(w http.ResponseWriter, r *request) error {
 	var mode []byte
 	queues := map[int32]db.BrowseQueuesByIDRow{}
 	k := &walk{project: r.engine.Project, name: partition, status: status}
-	err := pgx.BeginTxFunc(r.Context(), db.Patient{Pool: a.Pool}, db.Snapshot, func(tx pgx.Tx) error {
+	err := pgx.BeginTxFunc(r.Context(), a.reads, db.Snapshot, func(tx pgx.Tx) error {
 		q := a.queries.WithTx(tx)
 		k.q = q
 		frame, err := q.BrowseRange(r.Context(), db.BrowseRangeParams{FromTime: from, ToTime: to})

@@ -24,6 +24,7 @@ func (a *API) prometheus(w http.ResponseWriter, r *request) error {
 	h := w.Header()
 	h.Set("Content-Type", "text/plain; version=0.0.4; charset=utf-8")
 	h.Set("Cache-Control", "no-cache")
+	h["X-Content-Type-Options"] = nosniff
 	h.Set("Content-Length", strconv.Itoa(len(b)))
 	_ = http.NewResponseController(w).SetWriteDeadline(time.Now().Add(writeTimeout))
 	_, _ = w.Write(b)

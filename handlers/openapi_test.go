@@ -49,6 +49,9 @@ func TestOpenAPIRoutes(t *testing.T) {
 	scopes := map[level]string{readOnly: "read", writeOnly: "publish", readWrite: "consume", admin: "admin", root: "root"}
 	ids, tags := make(map[string]bool), make(map[string]bool)
 	for _, r := range (&API{}).table() {
+		if r.path[0] == "console" { // which no client is to rely on
+			continue
+		}
 		path := "/" + strings.Join(r.path, "/")
 		where := r.method + " " + path
 		op, ok := doc.Paths[path][strings.ToLower(r.method)]

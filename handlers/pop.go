@@ -116,7 +116,7 @@ func (a *API) popDiscovery(w http.ResponseWriter, r *request) error {
 func (a *API) pop(w http.ResponseWriter, r *request, p *groupcommit.Pop) error {
 	if r.ContentLength != 0 { // only a request read to its end shows that the client has gone
 		if _, err := io.Copy(io.Discard, http.MaxBytesReader(w, r.Body, a.MaxBody)); err != nil {
-			return errTooLarge
+			return bodyError(err)
 		}
 	}
 	a.Metrics.Total(metrics.PopRequests, 1)
@@ -145,14 +145,18 @@ func (a *API) pop(w http.ResponseWriter, r *request, p *groupcommit.Pop) error {
 		a.Metrics.Total(metrics.DatabaseErrors, 1)
 		return failed("pop failed")
 	case d == nil:
-		a.Metrics.Add(p.QueueID, metrics.PopEmpty, 1)
+		a.Metrics.Add(r.engine.Project, p.QueueID, metrics.PopEmpty, 1)
 		w.WriteHeader(http.StatusNoContent)
 		return nil
+	}
+	if err := a.stillAllowed(r); err != nil {
+		d.Release()
+		return err
 	}
 	body, damaged, err := appendDelivery(r.engine.Keys, p, d)
 	if err != nil {
 		a.Log.Error("stored messages cannot be read", "queue", damaged.Queue.Name, "partition", damaged.Partition.Name, "error", err)
-		d.Unreadable(damaged)
+		d.Unreadable([]*groupcommit.Span{damaged}, true)
 		a.Metrics.Total(metrics.DecryptionFailures, 1)
 		return failed("decryption failed")
 	}

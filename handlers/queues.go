@@ -262,10 +262,14 @@ func (a *API) configure(w http.ResponseWriter, r *request) error {
 	q, err := r.engine.Catalog.Configure(r.Context(), *c.queue, func(q *catalog.Queue) error {
 		namespace, task := catalog.Derive(q.Name)
 		if replace || !q.Configured {
+			enabled, completed := q.RetentionEnabled, q.CompletedRetentionSeconds
 			for i := range options {
 				options[i].set(q, options[i].def)
 			}
 			q.Namespace, q.Task = namespace, task
+			if !replace { // the keep_consumed of a stream that a publish made; else they are the defaults
+				q.RetentionEnabled, q.CompletedRetentionSeconds = enabled, completed
+			}
 		}
 		for i := range options {
 			if v, ok := values[options[i].name]; ok {
@@ -355,6 +359,8 @@ func (a *API) databaseError(r *request, err error, text string) error {
 		return failed("pool")
 	}
 	a.Metrics.Total(metrics.DatabaseErrors, 1)
-	a.Log.Error(text, "path", r.URL.Path, "error", err)
+	if !errors.Is(err, errUnknown) { // whose flush has said it
+		a.Log.Error(text, "path", r.URL.Path, "error", err)
+	}
 	return failed(text)
 }

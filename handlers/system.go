@@ -129,7 +129,7 @@ func (a *API) setMaintenance(w http.ResponseWriter, r *request, change func(on *
 	if err != nil || on == nil {
 		return s, bad("enabled (boolean) is required")
 	}
-	row, err := a.queries.SystemSet(r.Context(), change(on))
+	row, err := a.direct.SystemSet(r.Context(), change(on))
 	if err != nil {
 		return s, a.databaseError(r, err, "query failed")
 	}

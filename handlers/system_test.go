@@ -16,18 +16,18 @@ import (
 func TestSwitchesNeverGoBack(t *testing.T) {
 	t.Parallel()
 	log := slog.New(slog.NewTextHandler(io.Discard, nil))
-	pool := dbtest.Pool(t, dbtest.New(t), 4)
+	pool := dbtest.Pool(t, dbtest.Through(t, dbtest.New(t)), 4)
 	e := groupcommit.New(groupcommit.Options{Pool: pool, Log: log, Project: 1, DBNow: time.Now(), Width: 1, PushQueueMax: 1, MaxParked: 10,
 		StatementTimeout: time.Minute, Recheck: groupcommit.Recheck{Initial: time.Second, Max: time.Second}})
 	defer e.Close()
 	a := &API{Log: log}
 	waits := func() bool { // a pop of a queue that stays empty
 		began := time.Now()
-		d, err := e.Pop(t.Context(), &groupcommit.Pop{Queue: "q", Group: "__QUEUE_MODE__", Start: catalog.All(), Batch: 1, Partitions: 1, Wait: 300 * time.Millisecond})
+		d, err := e.Pop(t.Context(), &groupcommit.Pop{Queue: "q", Group: "__QUEUE_MODE__", Start: catalog.All(), Batch: 1, Partitions: 1, Wait: time.Second})
 		if d != nil || err != nil {
 			t.Fatalf("pop: %v %v", d, err)
 		}
-		return time.Since(began) >= 300*time.Millisecond
+		return time.Since(began) >= time.Second
 	}
 	for _, c := range []struct {
 		set       db.SystemGetRow

@@ -160,7 +160,7 @@ func (c *call) readOperation(path string, raw []byte) error {
 			a.group, err = groupName(d)
 			return err
 		}
-		if known, err := a.field(d, name); known {
+		if known, err := a.field(d, name, ackItem{}); known {
 			return err
 		}
 		return d.skip()

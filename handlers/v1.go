@@ -1,7 +1,6 @@
 package handlers
 
 import (
-	"bytes"
 	"context"
 	"errors"
 	"regexp"
@@ -28,7 +27,7 @@ func (a *API) project(r *request) (*project, error) {
 	if r.key != nil {
 		return &project{r.engine.Catalog.Of(r.key.Project), r.key.Name}, nil
 	}
-	name := r.URL.Query().Get("project")
+	name := query(r.URL).Get("project")
 	if name == "" || name == defaultProject {
 		return &project{r.engine.Catalog, defaultProject}, nil
 	}
@@ -127,13 +126,13 @@ func (p *project) appendMessage(b []byte, stream string, s *groupcommit.Span, g 
 	return append(b, '"')
 }
 
-// number reads a JSON number.
+// number reads a JSON number; one that is too large is infinite.
 func number(raw []byte) (float64, bool) {
 	if len(raw) == 0 || raw[0] == '"' {
 		return 0, false
 	}
 	f, err := strconv.ParseFloat(string(raw), 64)
-	return f, err == nil
+	return f, err == nil || errors.Is(err, strconv.ErrRange)
 }
 
 // parseDuration reads a Go-style duration that is not negative.
@@ -268,7 +267,7 @@ func (d *document) place() (*catalog.Start, error) {
 	if err != nil {
 		return nil, err
 	}
-	if start, ok := parseStart(string(bytes.Trim(raw, `"`))); ok && raw[0] == '"' {
+	if start, ok := parseStart(text(raw)); ok {
 		return &start, nil
 	}
 	return nil, bad("%s must be %s", d.path, aPlace)

@@ -8,6 +8,7 @@ import (
 
 	"ferrymq/catalog"
 	"ferrymq/groupcommit"
+	"ferrymq/metrics"
 	"ferrymq/segment"
 )
 
@@ -139,11 +140,17 @@ func (a *API) receive(w http.ResponseWriter, r *request) error {
 	case d == nil:
 		return a.write(w, http.StatusOK, []byte(`{"messages":[]}`))
 	}
-	out, damaged, err := a.appendReceived(r.engine, p, d)
-	if err != nil {
-		a.Log.Error("a stored message cannot be read", "stream", g.Lanes.Stream, "key", damaged.Partition.Name, "error", err)
-		d.Unreadable(damaged)
-		return failed("decryption failed")
+	if err := a.stillAllowed(r); err != nil {
+		d.Release()
+		return err
+	}
+	out, damaged := a.appendReceived(r.engine, p, d)
+	if len(damaged) > 0 { // their lanes are held up, no others
+		d.Unreadable(damaged, false)
+		a.Metrics.Total(metrics.DecryptionFailures, 1)
+		if len(damaged) == len(d.Spans) {
+			return failed("decryption failed")
+		}
 	}
 	if r.Context().Err() != nil || a.write(w, http.StatusOK, out) != nil {
 		d.Release()
@@ -151,18 +158,20 @@ func (a *API) receive(w http.ResponseWriter, r *request) error {
 	return nil
 }
 
-// appendReceived builds the answer of a receive. With an error it names the span that cannot be read.
-func (a *API) appendReceived(e *groupcommit.Engine, p *project, d *groupcommit.Delivery) (b []byte, damaged *groupcommit.Span, err error) {
+// appendReceived builds the answer of a receive from the messages that can be read.
+func (a *API) appendReceived(e *groupcommit.Engine, p *project, d *groupcommit.Delivery) (b []byte, damaged []*groupcommit.Span) {
 	b = append(b, `{"messages":[`...)
-	for n, s := range d.Spans {
+	for _, s := range d.Spans {
 		g := &s.Segments[0]
 		at := int(s.Start - g.Base)
 		open, err := segment.DecodeRange(e.Keys, g.Codec, g.KeyNo, g.FirstID, int(g.Count), g.Frames, at, at+1)
 		if err != nil {
-			return nil, s, err
+			a.Log.Error("a stored message cannot be read", "stream", s.Group.Lanes.Stream, "key", s.Partition.Name, "error", err)
+			damaged = append(damaged, s)
+			continue
 		}
 		m := open.Raw(at)
-		if n > 0 {
+		if b[len(b)-1] == '}' {
 			b = append(b, ',')
 		}
 		b = a.appendDeliveryID(append(b, `{"delivery_id":"`...), s.Row.ID, s.Start, d.Lease)
@@ -172,7 +181,7 @@ func (a *API) appendReceived(e *groupcommit.Engine, p *project, d *groupcommit.D
 		b = p.appendMessage(b, s.Group.Lanes.Stream, s, g, &m)
 		b = append(b, `}}`...)
 	}
-	return append(b, `]}`...), nil, nil
+	return append(b, `]}`...), damaged
 }
 
 // settled is one entry of a request that settles deliveries, in its order.
@@ -184,12 +193,8 @@ type settled struct {
 
 var errUnknownDelivery = errors.New("unknown delivery id")
 
-// settling reads the body of ack, nack and extend: delivery_ids, and what field takes.
-func (a *API) settling(w http.ResponseWriter, r *request, field func(d *document, name string) error) (g *catalog.Group, all []settled, ds []*groupcommit.Delivered, err error) {
-	body, err := a.body(w, r.Request)
-	if err != nil {
-		return nil, nil, nil, err
-	}
+// readSettling decodes the body of ack, nack and extend: delivery_ids, and what field takes.
+func readSettling(body []byte, field func(d *document, name string) error) (all []settled, err error) {
 	seen := false
 	err = parse(body, func(d *document) error {
 		return d.object(func(name string) error {
@@ -213,7 +218,16 @@ func (a *API) settling(w http.ResponseWriter, r *request, field func(d *document
 	if err == nil && !seen {
 		err = errNoDeliveries
 	}
+	return all, err
+}
+
+// settling reads which deliveries of which subscription a call settles.
+func (a *API) settling(w http.ResponseWriter, r *request, field func(d *document, name string) error) (g *catalog.Group, all []settled, ds []*groupcommit.Delivered, err error) {
+	body, err := a.body(w, r.Request)
 	if err != nil {
+		return nil, nil, nil, err
+	}
+	if all, err = readSettling(body, field); err != nil {
 		return nil, nil, nil, err
 	}
 	_, g, err = a.subscription(r)
@@ -222,11 +236,9 @@ func (a *API) settling(w http.ResponseWriter, r *request, field func(d *document
 	}
 	for i := range all {
 		s := &all[i]
-		if n := len(s.sent); n > 2 && s.sent[0] == '"' {
-			if s.d = a.decodeDelivery(string(s.sent[1:n-1]), g.ID); s.d != nil {
-				s.err = nil
-				ds = append(ds, s.d)
-			}
+		if s.d = a.decodeDelivery(text(s.sent), g.ID); s.d != nil {
+			s.err = nil
+			ds = append(ds, s.d)
 		}
 	}
 	return g, all, ds, nil
@@ -332,5 +344,6 @@ func (a *API) extendDeliveries(w http.ResponseWriter, r *request) error {
 	if seconds < 1 || seconds > maxExtendSecond {
 		return bad("seconds must be a whole number of 1 to %d", maxExtendSecond)
 	}
-	return a.answerSettled(w, r, all, ds, r.engine.ExtendLanes(r.Context(), g, ds, int32(seconds)))
+	r.engine.ExtendLanes(r.Context(), g, ds, int32(seconds))
+	return a.answerSettled(w, r, all, ds, nil)
 }

@@ -42,14 +42,18 @@ func (a *API) listLaneDead(w http.ResponseWriter, r *request) error {
 	if err != nil {
 		return err
 	}
+	q := db.LaneDeadLettersParams{BeforeTime: distant, BeforeID: uuid.Max, Max: limit + 1, Bytes: streamBytes}
+	if from != nil {
+		q.BeforeTime, q.BeforeID = time.UnixMicro(int64(binary.BigEndian.Uint64(from))), uuid.UUID(from[8:])
+		if y := q.BeforeTime.UTC().Year(); y < 1 || y > 9999 {
+			return badQuery("cursor") // not ours, and more than the database can compare
+		}
+	}
 	p, g, err := a.subscription(r)
 	if err != nil {
 		return err
 	}
-	q := db.LaneDeadLettersParams{GroupID: g.ID, BeforeTime: distant, BeforeID: uuid.Max, Max: limit + 1, Bytes: streamBytes}
-	if from != nil {
-		q.BeforeTime, q.BeforeID = time.UnixMicro(int64(binary.BigEndian.Uint64(from))), uuid.UUID(from[8:])
-	}
+	q.GroupID = g.ID
 	var rows []db.LaneDeadLettersRow
 	if values := query(r.URL); values.Has("signature") {
 		var found []db.LaneDeadLettersOfRow
@@ -249,7 +253,7 @@ func (a *API) eachDead(w http.ResponseWriter, r *request, what string, do func(g
 		ids := make([]uuid.UUID, len(sel.ids)) // the nil one is nobody's
 		var known []uuid.UUID
 		for i, s := range sel.ids {
-			if raw, ok := decodeID(string(s[min(1, len(s)):max(1, len(s)-1)]), deadPrefix, 16); ok && s[0] == '"' {
+			if raw, ok := decodeID(text(s), deadPrefix, 16); ok {
 				if ids[i] = uuid.UUID(raw); !slices.Contains(known, ids[i]) {
 					known = append(known, ids[i])
 				}

@@ -249,7 +249,7 @@ func (a *API) deleteKey(w http.ResponseWriter, r *request) error {
 	}
 	n := int64(0)
 	if raw, ok := decodeID(r.params[1], keyPrefix, len(uuid.UUID{})); ok {
-		n, err = a.queries.APIKeyDelete(r.Context(), db.APIKeyDeleteParams{ProjectID: project, ID: uuid.UUID(raw)})
+		n, err = a.direct.APIKeyDelete(r.Context(), db.APIKeyDeleteParams{ProjectID: project, ID: uuid.UUID(raw)})
 		a.keys.Forget()
 		if err != nil {
 			return a.databaseError(r, err, "query failed")
@@ -266,7 +266,7 @@ func (a *API) findKey(ctx context.Context, hash [sha256.Size]byte) (*auth.Key, e
 	if a.engine.Load() == nil {
 		return nil, busy("not ready")
 	}
-	k, err := a.queries.APIKeyFind(ctx, db.APIKeyFindParams{Hash: hash[:]})
+	k, err := a.direct.APIKeyFind(ctx, db.APIKeyFindParams{Hash: hash[:]})
 	if errors.Is(err, pgx.ErrNoRows) {
 		return nil, nil
 	}

@@ -209,7 +209,7 @@ func (a *API) schedule(r *request, p *project, q *catalog.Queue, all []outgoing,
 	if errors.Is(err, catalog.ErrNoProject) {
 		return err
 	}
-	if err != nil && !errors.Is(err, groupcommit.ErrNoKey) {
+	if err != nil && !errors.Is(err, groupcommit.ErrNoKey) && r.Context().Err() == nil {
 		a.Metrics.Total(metrics.DatabaseErrors, 1)
 		a.Log.Error("publish failed", "path", r.URL.Path, "error", db.Text(err))
 	}
@@ -276,7 +276,7 @@ func (a *API) load(r *request, p *project, q *catalog.Queue, all []outgoing, now
 	carriages := make([]*carriage, len(order))
 	for n, at := range order {
 		c := byPlace[at]
-		c.push = &groupcommit.Push{Queue: q, Messages: make([]segment.Message, len(c.messages))}
+		c.push = &groupcommit.Push{Queue: q, Stream: true, Messages: make([]segment.Message, len(c.messages))}
 		if at.hidden {
 			c.push.Partition, hidden = hidden[0], hidden[1:]
 		} else {
