@@ -22,9 +22,9 @@ const (
 	rateSpan    = 6 // writes that a rate looks back
 )
 
-// history is what becomes rows of ferrymq.activity.
+// history is what becomes rows of ferrymq.activity: that of one project, whatever else the broker does.
 type history struct {
-	Project int32
+	Project int32 // the default project; set before anything is counted
 
 	started atomic.Bool // only then q and Parked are read
 	q       *db.Queries
@@ -132,6 +132,12 @@ func (m *Metrics) expire() error {
 			break
 		}
 	}
+	for range expireSteps {
+		n, err := m.q.FlowExpire(m.stop, db.FlowExpireParams{Max: expireRows})
+		if err != nil || n < expireRows {
+			break
+		}
+	}
 	_, err := m.q.BrokerActivityExpire(m.stop, db.BrokerActivityExpireParams{Max: expireRows})
 	return err
 }
@@ -148,7 +154,7 @@ func (m *Metrics) flush(ctx context.Context, patience time.Duration) error {
 		return nil
 	}
 	now, p, rows := m.sample(), m.pool(), m.take()
-	if len(rows) == 0 && now.at.Sub(m.last.at) < processMost {
+	if len(rows) == 0 && now.at.Sub(m.last.at) < processMost && m.flow.idle() {
 		return nil
 	}
 	soon, stop := context.WithTimeout(ctx, patience)
@@ -178,7 +184,7 @@ func (m *Metrics) flush(ctx context.Context, patience time.Duration) error {
 		done += len(part)
 		m.last = now
 	}
-	return nil
+	return m.flow.flush(ctx, q)
 }
 
 // row is what happened to one queue; queue 0 is everything.

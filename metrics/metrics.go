@@ -7,6 +7,7 @@ package metrics
 import (
 	"log/slog"
 	"math"
+	"runtime"
 	"strconv"
 	"sync"
 	"sync/atomic"
@@ -74,8 +75,9 @@ type Metrics struct {
 
 	registry *prometheus.Registry
 	began    time.Time
-	total    [counts]atomic.Int64
-	lagMax   atomic.Int64 // ms, since it was last written
+	total    [counts]atomic.Int64 // of the default project, and what belongs to none
+	others   [counts]atomic.Int64 // of all other projects: for operators, not in the history
+	lagMax   atomic.Int64         // ms, since it was last written
 	lag      lags
 	routes   []*Route
 
@@ -83,6 +85,7 @@ type Metrics struct {
 	queues map[int32]*tally
 
 	history
+	flow    flow
 	backlog backlog
 }
 
@@ -156,8 +159,12 @@ func (m *Metrics) Queue(queue int32, c Count, n int64) {
 	m.with(queue, func(t *tally) { t.n[c].Add(n) })
 }
 
-// Add counts something that belongs to one queue.
-func (m *Metrics) Add(queue int32, c Count, n int64) {
+// Add counts something that belongs to one queue of a project.
+func (m *Metrics) Add(project, queue int32, c Count, n int64) {
+	if project != m.Project {
+		m.others[c].Add(n)
+		return
+	}
 	m.Total(c, n)
 	m.Queue(queue, c, n)
 }
@@ -222,6 +229,9 @@ func family(name, help string, labels ...string) *prometheus.Desc {
 	return prometheus.NewDesc("ferrymq_"+name, help, labels, nil)
 }
 
+// subsNote says which subscriptions there are numbers of.
+const subsNote = ", at most 10 s old. Of the default project, the 1000 subscriptions with the largest backlog, of each the first 100,000 keys that have one."
+
 const queuesNote = " Of queues of the default project, the 1000 with the highest value; the rest is summed up without a queue"
 
 var (
@@ -243,22 +253,27 @@ var (
 		{family("decryption_failures_total", "Pops that met messages which could not be decrypted or decoded."), of(DecryptionFailures)},
 		{family("commits_total", "Combined commits."), of(commits)},
 	}
-	refused     = family("push_refused_total", "Pushed messages that were refused, by reason.", "reason")
-	refusals    = map[string]Count{"overloaded": RefusedOverloaded, "database": RefusedDatabase, "maintenance": RefusedMaintenance, "full": RefusedFull}
-	committed   = family("commit_items_total", "Operations that combined commits carried: pushes and acks of one partition, pops, extends of one lease.", "op")
-	commitItems = map[string]Count{"push": CommitPushes, "ack": CommitAcks, "pop": CommitPops, "extend": CommitExtends}
-	answers     = family("http_requests_total", "Requests answered, by route and status. Route \"other\" is none of ours.", "route", "code")
-	lagDesc     = family("delivery_lag_seconds", "From a message's createdAt to its delivery.")
-	uptime      = family("uptime_seconds", "Since the broker was started.")
-	memory      = family("process_resident_memory_bytes", "Resident memory.")
-	ready       = family("ready", "1 when the broker serves requests.")
-	maintenance = family("maintenance_enabled", "1 while that kind of request is switched off.", "kind")
-	poolSize    = family("db_pool_size", "Database connections that the broker may open.")
-	poolActive  = family("db_pool_active", "Database connections in use.")
-	poolIdle    = family("db_pool_idle", "Database connections that are open and unused.")
-	parkedPolls = family(parkedName, parkedHelp, "queue")
-	pending     = family("queue_pending_messages", "Messages that the slowest consumer group has not finished, at most 10 s old."+queuesNote+".", "queue")
-	deadLetters = family("dead_letters", "Dead letters that are stored, at most 10 s old."+queuesNote+".", "queue")
+	refused      = family("push_refused_total", "Pushed messages that were refused, by reason.", "reason")
+	refusals     = map[string]Count{"overloaded": RefusedOverloaded, "database": RefusedDatabase, "maintenance": RefusedMaintenance, "full": RefusedFull}
+	committed    = family("commit_items_total", "Operations that combined commits carried: pushes and acks of one partition, pops, extends of one lease.", "op")
+	commitItems  = map[string]Count{"push": CommitPushes, "ack": CommitAcks, "pop": CommitPops, "extend": CommitExtends}
+	answers      = family("http_requests_total", "Requests answered, by route and status. Route \"other\" is none of ours.", "route", "code")
+	lagDesc      = family("delivery_lag_seconds", "From a message's createdAt to its delivery.")
+	uptime       = family("uptime_seconds", "Since the broker was started.")
+	memory       = family("process_resident_memory_bytes", "Resident memory.")
+	goroutines   = family("goroutines", "What goes on at the same time in the broker: connections, waiting calls, its own work.")
+	ready        = family("ready", "1 when the broker serves requests.")
+	maintenance  = family("maintenance_enabled", "1 while that kind of request is switched off.", "kind")
+	poolSize     = family("db_pool_size", "Database connections that the broker may open.")
+	poolActive   = family("db_pool_active", "Database connections in use.")
+	poolIdle     = family("db_pool_idle", "Database connections that are open and unused.")
+	parkedPolls  = family(parkedName, parkedHelp, "queue")
+	pending      = family("queue_pending_messages", "Messages that the slowest consumer group has not finished, at most 10 s old."+queuesNote+".", "queue")
+	backlogDesc  = family("subscription_backlog_messages", "Messages that a subscription has not settled"+subsNote, "queue", "subscription")
+	retryingDesc = family("subscription_retrying_lanes", "Keys of a subscription that wait for a retry"+subsNote, "queue", "subscription")
+	attemptsDesc = family("subscription_attempts", "The most attempts that a message at the head of a key has had so far"+subsNote, "queue", "subscription")
+	oldestDesc   = family("subscription_oldest_seconds", "The age of the oldest message that a subscription has not settled"+subsNote, "queue", "subscription")
+	deadLetters  = family("dead_letters", "Dead letters that are stored, at most 10 s old."+queuesNote+".", "queue")
 )
 
 const (
@@ -269,7 +284,7 @@ const (
 func of(cs ...Count) func(m *Metrics) int64 {
 	return func(m *Metrics) (n int64) {
 		for _, c := range cs {
-			n += m.total[c].Load()
+			n += m.total[c].Load() + m.others[c].Load()
 		}
 		return n
 	}
@@ -312,6 +327,7 @@ func (c collector) Collect(out chan<- prometheus.Metric) {
 	out <- prometheus.MustNewConstHistogram(lagDesc, n, float64(m.lag.micros.Load())/1e6, cumulative)
 	gauge(uptime, math.Floor(time.Since(m.began).Seconds()))
 	gauge(memory, float64(Resident()))
+	gauge(goroutines, float64(runtime.NumGoroutine()))
 	gauge(ready, truth(m.IsReady))
 	gauge(maintenance, truth(m.PushMaintenance), "push")
 	gauge(maintenance, truth(m.PopMaintenance), "pop")
@@ -322,7 +338,13 @@ func (c collector) Collect(out chan<- prometheus.Metric) {
 	if m.started.Load() && m.Parked != nil {
 		perQueue(parkedPolls, m.Parked(), func(p Parked) (string, int64) { return p.Name, p.Pops }, gauge)
 	}
-	rows := m.queueGauges()
+	rows, subs := m.queueGauges()
+	for _, s := range subs {
+		gauge(backlogDesc, float64(s.Messages), s.Queue, s.Name)
+		gauge(retryingDesc, float64(s.Retrying), s.Queue, s.Name)
+		gauge(attemptsDesc, float64(s.Attempts), s.Queue, s.Name)
+		gauge(oldestDesc, s.Oldest, s.Queue, s.Name)
+	}
 	perQueue(pending, rows, func(q queueGauge) (string, int64) { return q.name, q.pending }, gauge)
 	perQueue(deadLetters, rows, func(q queueGauge) (string, int64) { return q.name, q.deadLetters }, gauge)
 }

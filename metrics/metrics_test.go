@@ -80,7 +80,7 @@ func TestNothingLostOrDoubled(t *testing.T) {
 			m := brokers[g%2]
 			for i := range each {
 				queue := int32(1 + i%queues)
-				m.Add(queue, PushMessages, 2)
+				m.Add(m.Project, queue, PushMessages, 2)
 				m.Queue(queue, PushRequests, 1)
 				m.Total(PushRequests, 1)
 				m.Delivered(queue, 3, time.Duration(i)*time.Millisecond)
@@ -223,11 +223,11 @@ func TestGauges(t *testing.T) {
 	pool := dbtest.Pool(t, dsn, 4)
 	exec(t, pool, "insert into ferrymq.queues (project_id, name, namespace, task) values (1, 'q', 'q', '')")
 	m := begin(t, pool, "a", nil)
-	if rows := m.queueGauges(); len(rows) != 1 || rows[0].name != "q" {
+	if rows, _ := m.queueGauges(); len(rows) != 1 || rows[0].name != "q" {
 		t.Fatalf("%v", rows)
 	}
 	exec(t, pool, "insert into ferrymq.queues (project_id, name, namespace, task) values (1, 'r', 'r', '')")
-	if rows := m.queueGauges(); len(rows) != 1 {
+	if rows, _ := m.queueGauges(); len(rows) != 1 {
 		t.Errorf("looked again at once: %v", rows)
 	}
 	held, err := pool.Begin(t.Context())
@@ -247,7 +247,7 @@ func TestGauges(t *testing.T) {
 		scrapes.Add(1)
 		go func() {
 			defer scrapes.Done()
-			if rows := m.queueGauges(); len(rows) != 1 {
+			if rows, _ := m.queueGauges(); len(rows) != 1 {
 				t.Errorf("%v, want what was known before", rows)
 			}
 		}()
@@ -264,7 +264,7 @@ func TestGauges(t *testing.T) {
 		t.Fatal(err)
 	}
 	<-asking
-	if rows := m.queueGauges(); len(rows) != 2 {
+	if rows, _ := m.queueGauges(); len(rows) != 2 {
 		t.Errorf("%v, want both queues", rows)
 	}
 }
@@ -278,12 +278,12 @@ func TestNoConnection(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	m.Add(7, PushMessages, 3)
+	m.Add(m.Project, 7, PushMessages, 3)
 	for range 3 {
 		if err := m.flush(t.Context(), 10*time.Millisecond); !db.IsConnection(err) {
 			t.Errorf("%v", err)
 		}
-		m.Add(7, PushMessages, 1)
+		m.Add(m.Project, 7, PushMessages, 1)
 	}
 	began := time.Now()
 	m.Close()

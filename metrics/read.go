@@ -4,6 +4,8 @@ import (
 	"bytes"
 	"cmp"
 	"context"
+	"errors"
+	"fmt"
 	"math"
 	"runtime"
 	"slices"
@@ -123,6 +125,7 @@ type backlog struct {
 	tried  time.Time
 	got    time.Time
 	rows   []queueGauge
+	subs   []db.SubscriptionGaugesRow
 	asking chan struct{} // closed when the look-up under way has ended
 }
 
@@ -132,26 +135,42 @@ type queueGauge struct {
 	pending, deadLetters int64
 }
 
-func (m *Metrics) readGauges(ctx context.Context) ([]queueGauge, error) {
-	queues, err := m.q.ActivityQueues(ctx, db.ActivityQueuesParams{ProjectID: m.Project})
-	if err != nil || len(queues) == 0 {
-		return nil, err
+// readGauges fails soon when there is no connection to be had: a scrape waits for it, and what was known before may be long over.
+func (m *Metrics) readGauges(ctx context.Context) ([]queueGauge, []db.SubscriptionGaugesRow, error) {
+	soon, cancel := context.WithTimeout(ctx, backlogWait*2/3)
+	conn, err := m.Pools[0].Acquire(soon)
+	cancel()
+	if err != nil {
+		return nil, nil, fmt.Errorf("%w: %w", db.ErrAcquire, err)
 	}
-	names, ids := make(map[int32]string, len(queues)), make([]int32, len(queues))
-	for i, q := range queues {
-		ids[i], names[q.ID] = q.ID, q.Name
+	defer conn.Release()
+	q := db.New(conn)
+	queues, err := q.ActivityQueues(ctx, db.ActivityQueuesParams{ProjectID: m.Project})
+	if err != nil {
+		return nil, nil, err
 	}
-	rows, err := m.q.QueueGauges(ctx, db.QueueGaugesParams{Ids: ids})
-	all := make([]queueGauge, len(rows))
-	for i, r := range rows {
-		all[i] = queueGauge{names[r.ID], r.Pending, r.DeadLetters}
+	var all []queueGauge
+	if len(queues) > 0 {
+		names, ids := make(map[int32]string, len(queues)), make([]int32, len(queues))
+		for i, q := range queues {
+			ids[i], names[q.ID] = q.ID, q.Name
+		}
+		rows, err := q.QueueGauges(ctx, db.QueueGaugesParams{Ids: ids})
+		if err != nil {
+			return nil, nil, err
+		}
+		for _, r := range rows {
+			all = append(all, queueGauge{names[r.ID], r.Pending, r.DeadLetters})
+		}
 	}
-	return all, err
+	subs, err := q.SubscriptionGauges(ctx, db.SubscriptionGaugesParams{ProjectID: m.Project, Max: maxQueues})
+	return all, subs, err
 }
 
-func (m *Metrics) queueGauges() []queueGauge {
+// queueGauges are what the queues hold, and what the subscriptions have before them.
+func (m *Metrics) queueGauges() ([]queueGauge, []db.SubscriptionGaugesRow) {
 	if !m.started.Load() {
-		return nil
+		return nil, nil
 	}
 	b := &m.backlog
 	b.mu.Lock()
@@ -172,22 +191,23 @@ func (m *Metrics) queueGauges() []queueGauge {
 	b.mu.Lock()
 	defer b.mu.Unlock()
 	if time.Since(b.got) > backlogStale {
-		return nil
+		return nil, nil
 	}
-	return b.rows
+	return b.rows, b.subs
 }
 
 func (m *Metrics) askGauges() {
-	began := time.Now()
-	rows, err := m.readGauges(context.Background())
+	began, p := time.Now(), m.Pools[0]
+	rows, subs, err := m.readGauges(context.Background())
+	busy := errors.Is(err, db.ErrAcquire) && p.Stat().AcquiredConns() == p.Stat().MaxConns()
 	b := &m.backlog
 	b.mu.Lock()
 	defer b.mu.Unlock()
 	switch {
 	case err == nil:
-		b.rows, b.got = rows, began
-	case db.IsConnection(err): // no database: what was known may be long over
-		b.rows = nil
+		b.rows, b.subs, b.got = rows, subs, began
+	case db.IsConnection(err) && !busy: // no database: what was known may be long over
+		b.rows, b.subs = nil, nil
 	default:
 		m.Log.Warn("counting what queues hold failed", "error", db.Text(err))
 	}
