@@ -53,6 +53,8 @@
 //	wait 1100ms                 lets time pass
 //	jwt name {"role":"admin"}   a token with these claims: HS256, signed with the key "contract"
 //	sql statement               on the database; "=> a|b" lines are the rows
+//	reconnect                   tells the pooler, if the brokers are behind one, that the
+//	                            server is another one now, as its operator would
 //	database off · on           ends and refuses all connections to it · lets them in again
 //	for x in a b c … end        repeats the lines between, $x replaced
 //	for x|y in a|1 b|2 … end    the same with several names
@@ -101,6 +103,9 @@ func TestContract(t *testing.T) {
 	}
 	t.Run("clients", func(t *testing.T) { t.Parallel(); testClients(t, bin) })
 	t.Run("openapi", func(t *testing.T) { t.Parallel(); testOpenAPI(t, bin) })
+	t.Run("nginx", func(t *testing.T) { t.Parallel(); testNginx(t, bin) })
+	t.Run("caddy", func(t *testing.T) { t.Parallel(); testCaddy(t, bin) })
+	t.Run("paging", func(t *testing.T) { t.Parallel(); testPaging(t, bin) })
 	for _, file := range files {
 		t.Run(strings.TrimSuffix(filepath.Base(file), ".txt"), func(t *testing.T) {
 			t.Parallel()

@@ -232,6 +232,9 @@ func (s *script) step() error {
 		}
 		time.Sleep(d)
 		return nil
+	case verb == "reconnect":
+		dbtest.Reconnect(s.t)
+		return nil
 	case verb == "jwt":
 		name, claims, _ := strings.Cut(rest, " ")
 		return s.token(name, claims)
@@ -277,7 +280,10 @@ func (s *script) step() error {
 
 func (s *script) startBroker(n int, settings []string) error {
 	ready := true
-	env := append([]string{"DATABASE_URL=" + s.dsn, "PORT=0", "DB_POOL_SIZE=5"}, s.env...)
+	env := append([]string{"DATABASE_URL=" + dbtest.Through(s.t, s.dsn), "PORT=0", "DB_POOL_SIZE=5"}, s.env...)
+	if env[0] != "DATABASE_URL="+s.dsn {
+		env = append(env, "DATABASE_DIRECT_URL="+s.dsn)
+	}
 	for _, w := range settings {
 		if w == "unready" {
 			ready = false
