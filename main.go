@@ -2,6 +2,7 @@
 package main
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -19,6 +20,7 @@ import (
 	"github.com/jackc/pgx/v5/pgconn"
 	"github.com/jackc/pgx/v5/pgxpool"
 
+	"ferrymq/console"
 	"ferrymq/db"
 	"ferrymq/groupcommit"
 	"ferrymq/handlers"
@@ -45,21 +47,24 @@ const idleTimeout = 620 * time.Second
 var ballast = make([]byte, 64<<20)
 
 func main() {
-	defer runtime.KeepAlive(ballast)
+	code := execute(context.Background(), os.Args[1:], os.Stdin, os.Stdout, os.Stderr)
+	runtime.KeepAlive(ballast)
+	os.Exit(code)
+}
+
+// serve runs a broker until a signal.
+func serve(ctx context.Context, _ *invocation) error {
 	signals := make(chan os.Signal, 2)
 	signal.Notify(signals, syscall.SIGINT, syscall.SIGTERM)
-	ctx, stop := context.WithCancel(context.Background())
+	ctx, stop := context.WithCancel(ctx)
 	go func() {
 		<-signals
 		stop()
 		<-signals
 		fmt.Fprintln(os.Stderr, "ferrymq: second signal, exiting at once")
-		os.Exit(1)
+		os.Exit(exitFailure)
 	}()
-	if err := run(ctx); err != nil {
-		fmt.Fprintln(os.Stderr, "ferrymq:", err)
-		os.Exit(1)
-	}
+	return run(ctx)
 }
 
 // run serves until ctx ends. Then, in this order: /ready says draining and parked pops are answered; after a moment the
@@ -87,7 +92,7 @@ func run(ctx context.Context) error {
 	if config.auth != nil {
 		config.auth.Start(log)
 		defer config.auth.Close()
-	} else if ip := net.ParseIP(config.BindAddr); ip != nil && !ip.IsLoopback() {
+	} else if exposed(config) {
 		log.Warn("no authentication: whoever reaches this address can read and write all queues", "address", listener.Addr().String())
 	}
 	if config.auth == nil && config.RootAPIKey+config.JWTSecret+config.JWTPublicKey+config.JWTJWKSURL != "" {
@@ -103,6 +108,10 @@ func run(ctx context.Context) error {
 		defer embedded.Stop()
 		dsn, died = embedded.DSN, embedded.Done()
 	}
+	direct := cmp.Or(config.DatabaseDirectURL, dsn)
+	if _, err := pgx.ParseConfig(direct); err != nil && direct != dsn {
+		return fmt.Errorf("DATABASE_DIRECT_URL: %w", redact(err))
+	}
 	pool, flights, err := pools(context.WithoutCancel(ctx), config, dsn)
 	if err != nil {
 		return fmt.Errorf("DATABASE_URL: %w", redact(err))
@@ -114,20 +123,20 @@ func run(ctx context.Context) error {
 	counts.Pools, counts.Log, counts.Name = []*pgxpool.Pool{pool, flights}, log, brokerName()
 	api := &handlers.API{Log: log, Pool: pool, MaxBody: config.MaxBodyBytes, Auth: config.auth, DefaultTimeout: milliseconds(config.DefaultTimeout),
 		DefaultStart: config.start, HasKey: config.keys != nil, Metrics: counts}
-	server := &http.Server{Handler: api.Handler(), ReadHeaderTimeout: 10 * time.Second, ReadTimeout: 5 * time.Minute, IdleTimeout: idleTimeout,
+	server := &http.Server{Handler: console.Handler(api.Handler()), ConnState: api.ConnState, ReadHeaderTimeout: 10 * time.Second, ReadTimeout: 5 * time.Minute, IdleTimeout: idleTimeout,
 		MaxHeaderBytes: 128 << 10, DisableGeneralOptionsHandler: true, ErrorLog: slog.NewLogLogger(log.Handler(), slog.LevelDebug)}
 	served := make(chan error, 1)
 	go func() { served <- server.Serve(handlers.Plain{Listener: listener}) }()
 	defer server.Close()
 
 	log.Info("listening on http://"+listener.Addr().String(), "version", handlers.Version, "pid", os.Getpid())
-	if err := prepare(ctx, config, log, pool, dsn, api, died); err != nil {
+	if err := prepare(ctx, config, log, pool, direct, api, died); err != nil {
 		if ctx.Err() != nil {
 			return nil
 		}
 		return err
 	}
-	b, err := start(ctx, config, log, pool, flights, dsn, api)
+	b, err := start(ctx, config, log, pool, flights, direct, api)
 	if err != nil {
 		if ctx.Err() != nil {
 			return nil
@@ -163,10 +172,16 @@ func run(ctx context.Context) error {
 	return failure
 }
 
+// exposed says whether others than this machine reach a broker without authentication.
+func exposed(c *Config) bool {
+	ip := net.ParseIP(c.BindAddr)
+	return c.auth == nil && ip != nil && !ip.IsLoopback()
+}
+
 // pools divides DB_POOL_SIZE: each combined commit in flight has a connection of its own, everything else shares the others.
 func pools(ctx context.Context, c *Config, dsn string) (pool, flights *pgxpool.Pool, err error) {
 	statement := milliseconds(c.StatementTimeoutMS)
-	if flights, err = db.NewPool(ctx, dsn, int32(c.GroupCommitWidth), statement); err != nil {
+	if flights, err = db.NewFlights(ctx, dsn, int32(c.GroupCommitWidth), statement, groupcommit.LockTimeout); err != nil {
 		return nil, nil, err
 	}
 	if pool, err = db.NewPool(ctx, dsn, int32(c.DBPoolSize-c.GroupCommitWidth), statement); err != nil {
@@ -207,7 +222,7 @@ func startPostgres(ctx context.Context, c *Config, log *slog.Logger) (*localpg.S
 }
 
 // prepare waits for a database that can be used and brings its schema to what this binary knows, or waits until someone has.
-func prepare(ctx context.Context, c *Config, log *slog.Logger, pool *pgxpool.Pool, dsn string, api *handlers.API, died <-chan struct{}) error {
+func prepare(ctx context.Context, c *Config, log *slog.Logger, pool *pgxpool.Pool, direct string, api *handlers.API, died <-chan struct{}) error {
 	said := ""
 	say := func(level slog.Level, reason, msg string, args ...any) {
 		api.NotReady(reason)
@@ -229,8 +244,13 @@ func prepare(ctx context.Context, c *Config, log *slog.Logger, pool *pgxpool.Poo
 					return nil
 				case bool(c.AutoMigrate):
 					log.Info("migrating", "from", have, "to", known)
-					if err = schema.Migrate(ctx, dsn); err == nil {
-						continue
+					if err = schema.Migrate(ctx, direct); err == nil {
+						var after int64
+						if after, err = schema.Applied(ctx, pool); err == nil && after == have {
+							err = errElsewhere
+						} else if err == nil {
+							continue
+						}
 					}
 				default:
 					say(slog.LevelWarn, "migrations pending", "waiting until the migrations are applied (AUTO_MIGRATE is false)", "schema", have, "needed", known)
@@ -255,6 +275,9 @@ func prepare(ctx context.Context, c *Config, log *slog.Logger, pool *pgxpool.Poo
 		}
 	}
 }
+
+// errElsewhere means that what was done at one address is not seen at the other.
+var errElsewhere = errors.New("DATABASE_DIRECT_URL and DATABASE_URL lead to different databases")
 
 // hopeless errors don't go away by waiting: a wrong password, user or database name.
 func hopeless(err error) bool {
@@ -288,7 +311,7 @@ func brokerName() string {
 	return fmt.Sprintf("%s:%d", host, os.Getpid())
 }
 
-func start(ctx context.Context, c *Config, log *slog.Logger, pool, flights *pgxpool.Pool, dsn string, api *handlers.API) (*broker, error) {
+func start(ctx context.Context, c *Config, log *slog.Logger, pool, flights *pgxpool.Pool, direct string, api *handlers.API) (*broker, error) {
 	q := db.New(db.Patient{Pool: pool})
 	installation, err := q.InstallationGet(ctx)
 	if err != nil {
@@ -302,12 +325,20 @@ func start(ctx context.Context, c *Config, log *slog.Logger, pool, flights *pgxp
 	if err != nil {
 		return nil, fmt.Errorf("read the maintenance switches: %w", err)
 	}
-	conn, err := pgx.ParseConfig(dsn)
+	conn, err := pgx.ParseConfig(direct)
 	if err != nil {
 		return nil, redact(err)
 	}
 	db.SessionSettings(conn)
-	b := &broker{}
+	if c.DatabaseDirectURL != "" {
+		if err := sameInstallation(ctx, conn, installation.HashSeed); errors.Is(err, errElsewhere) {
+			return nil, err
+		} else if err != nil {
+			log.Warn("DATABASE_DIRECT_URL cannot be used at the moment", "error", db.Text(err))
+		}
+	}
+	b := &broker{metrics: api.Metrics}
+	b.metrics.Project = project
 	var bus *wake.Bus
 	b.engine = groupcommit.New(groupcommit.Options{
 		Pool: pool, Flights: flights, Log: log, Hasher: segment.NewHasher(uint64(installation.HashSeed)), Keys: c.keys, Project: project, DBNow: installation.Now,
@@ -319,10 +350,9 @@ func start(ctx context.Context, c *Config, log *slog.Logger, pool, flights *pgxp
 		Announce: func(h []groupcommit.Hint) { bus.Announce(h) },
 		Alone:    func() bool { return bus.Alone() },
 	})
-	bus = wake.Open(wake.Options{Conn: conn, Log: log, OnHint: b.engine.Hint, OnQueue: b.engine.QueueChanged, OnMove: b.engine.LookOutbox, OnLost: b.engine.LookAll})
+	bus = wake.Open(wake.Options{Conn: conn, Direct: c.DatabaseDirectURL != "", Log: log, OnHint: b.engine.Hint, OnQueue: b.engine.QueueChanged, OnMove: b.engine.LookOutbox, OnLost: b.engine.LookAll})
 	b.bus = bus
-	b.metrics = api.Metrics
-	b.metrics.Project, b.metrics.Parked = project, b.engine.ParkedPops
+	b.metrics.Parked = b.engine.ParkedPops
 	b.metrics.Start()
 	b.maintainer = &maintain.Maintainer{Pool: pool, Log: log, Engine: b.engine, Bus: bus, Name: b.metrics.Name,
 		Switches:          func(s db.SystemGetRow) { api.SetMaintenance(b.engine, s) },
@@ -340,12 +370,30 @@ func start(ctx context.Context, c *Config, log *slog.Logger, pool, flights *pgxp
 	return b, nil
 }
 
+// sameInstallation is errElsewhere if the address leads to other tables than the ones with this seed.
+func sameInstallation(ctx context.Context, conn *pgx.ConnConfig, seed int64) error {
+	ctx, cancel := context.WithTimeout(ctx, 5*time.Second)
+	defer cancel()
+	c, err := pgx.ConnectConfig(ctx, conn.Copy())
+	if err != nil {
+		return err
+	}
+	defer c.Close(ctx)
+	switch i, err := db.New(c).InstallationGet(ctx); {
+	case err != nil && db.IsConnection(err):
+		return err
+	case err != nil || i.HashSeed != seed:
+		return errElsewhere
+	}
+	return nil
+}
+
 // removed counts what retention has removed.
 func (b *broker) removed(r maintain.Removed) {
-	b.metrics.Add(r.Queue, metrics.RetentionMessages, r.Retention)
-	b.metrics.Add(r.Queue, metrics.CompletedRetentionMessages, r.CompletedRetention)
-	b.metrics.Add(r.Queue, metrics.EvictionMessages, r.Eviction)
-	b.metrics.Add(r.Queue, metrics.RetentionEvents, 1)
+	b.metrics.Add(r.Project, r.Queue, metrics.RetentionMessages, r.Retention)
+	b.metrics.Add(r.Project, r.Queue, metrics.CompletedRetentionMessages, r.CompletedRetention)
+	b.metrics.Add(r.Project, r.Queue, metrics.EvictionMessages, r.Eviction)
+	b.metrics.Add(r.Project, r.Queue, metrics.RetentionEvents, 1)
 }
 
 func (b *broker) close() {

@@ -1,6 +1,7 @@
 package main
 
 import (
+	"context"
 	"crypto/sha256"
 	"encoding/hex"
 	"errors"
@@ -178,31 +179,129 @@ func TestReadmeExample(t *testing.T) {
 	}
 }
 
-// The guide's shell blocks run one after the other, in one shell, and each prints what the page says.
-func TestModelsExample(t *testing.T) {
+// The blocks of a page run one after the other, in whatever language, and each prints what the page says. Lines of different keys come in any order. Programs that are not installed are named.
+func TestPageExamples(t *testing.T) {
 	t.Parallel()
-	if _, err := exec.LookPath("curl"); err != nil {
-		t.Skip("curl is not installed")
+	run := map[string]func(file string) *exec.Cmd{
+		"sh":         func(file string) *exec.Cmd { return exec.Command("sh", file) },
+		"python":     func(file string) *exec.Cmd { return exec.Command("python3", file) },
+		"javascript": func(file string) *exec.Cmd { return exec.Command("node", file) },
+		"go":         func(file string) *exec.Cmd { return exec.Command("go", "run", file) },
+		"sql":        func(file string) *exec.Cmd { return exec.Command("psql", "-qtA", "-v", "ON_ERROR_STOP=1", "-f", file) },
 	}
-	home := curlHome(t, spawn(t, "DATABASE_URL="+dbtest.New(t)))
-	_, blocks := page(t, "docs/models.md")
-	script, want := "", ""
-	for i, b := range blocks {
-		if b.lang == "sh" {
-			if i+1 == len(blocks) || blocks[i+1].lang != "text" {
-				t.Fatalf("the page does not say what this prints:\n%s", b.text)
+	suffix := map[string]string{"sh": ".sh", "python": ".py", "javascript": ".js", "go": ".go", "sql": ".sql"}
+	for name, state := range map[string]struct {
+		before string // SQL that the page takes for granted
+		blocks int
+	}{
+		"docs/models.md":     {blocks: 8},
+		"docs/quickstart.md": {blocks: 8},
+		"docs/client.md":     {blocks: 2},
+		"docs/cli.md":        {blocks: 5},
+		"docs/migration.md": {blocks: 2, before: "create schema pgmq; create table pgmq.q_jobs (msg_id bigint primary key generated always as identity, read_ct int not null default 0, " +
+			"enqueued_at timestamptz not null default now(), vt timestamptz not null default now(), message jsonb); insert into pgmq.q_jobs (message) select jsonb_build_object('n', i) from generate_series(1, 20) i"},
+	} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			dsn := dbtest.New(t)
+			pool := dbtest.Pool(t, dsn, 1)
+			if _, err := pool.Exec(t.Context(), state.before); err != nil {
+				t.Fatal(err)
 			}
-			script += b.text + "echo; echo --\n"
-			want += strings.TrimSpace(blocks[i+1].text) + "\n--\n"
+			p := spawn(t, "DATABASE_URL="+dsn)
+			home := curlHome(t, p)
+			exe, err := os.Executable()
+			if err != nil {
+				t.Fatal(err)
+			}
+			if err := os.Symlink(exe, filepath.Join(home, "ferrymq")); err != nil {
+				t.Fatal(err)
+			}
+			environ := append(os.Environ(), "CURL_HOME="+home, asBroker+"=1", "PATH="+home+":"+os.Getenv("PATH"), "FERRYMQ_URL="+p.url(t), "DATABASE_URL="+dsn)
+			_, blocks := page(t, name)
+			ran := 0
+			for i, b := range blocks {
+				command := run[b.lang]
+				if command == nil {
+					continue
+				}
+				ran++
+				want := ""
+				if i+1 < len(blocks) && blocks[i+1].lang == "text" {
+					want = blocks[i+1].text
+				} else if b.lang != "sql" {
+					t.Errorf("the page does not say what this prints:\n%s", b.text)
+				}
+				file := filepath.Join(home, "example"+suffix[b.lang])
+				text := b.text
+				if b.lang != "sh" && b.lang != "sql" {
+					text = strings.ReplaceAll(text, "http://127.0.0.1:6632", p.url(t))
+				}
+				if err := os.WriteFile(file, []byte(text), 0o600); err != nil {
+					t.Fatal(err)
+				}
+				cmd := command(file)
+				if _, err := exec.LookPath(cmd.Args[0]); err != nil {
+					t.Logf("not run: %v", err)
+					continue
+				}
+				if cmd.Dir = home; b.lang == "go" {
+					cmd.Dir = "" // in this module, for its client
+				}
+				cmd.Env = environ
+				if b.lang == "sh" { // one shell's variables and functions are those of the next one
+					definitions := filepath.Join(home, "definitions")
+					cmd = exec.Command("sh", "-c", "set -e; [ ! -f "+definitions+" ] || . "+definitions+"\n. "+file)
+					cmd.Dir, cmd.Env = home, append(environ, "HOME="+home)
+				}
+				if b.lang == "sql" {
+					cmd.Args = append(cmd.Args, "-d", dsn)
+				}
+				var out, errs strings.Builder
+				cmd.Stdout, cmd.Stderr = &out, &errs
+				err := cmd.Run()
+				got := strings.TrimSpace(out.String())
+				if err != nil || want != "" && inAnyOrder(got) != inAnyOrder(want) {
+					t.Errorf("%v: this\n%s\nprints\n%s\n%s\nand the page says\n%s", err, b.text, got, errs.String(), want)
+				}
+				if b.lang == "sh" {
+					kept := regexp.MustCompile(`(?m)^(?:[a-z]+=\S+|[a-z]+\(\) \{.*\})$`).FindAllString(b.text, -1)
+					f, err := os.OpenFile(filepath.Join(home, "definitions"), os.O_CREATE|os.O_APPEND|os.O_WRONLY, 0o600)
+					if err != nil {
+						t.Fatal(err)
+					}
+					fmt.Fprintln(f, strings.Join(kept, "\n"))
+					f.Close()
+				}
+			}
+			if ran != state.blocks {
+				t.Errorf("%d blocks can be run, the test knows of %d", ran, state.blocks)
+			}
+			if strings.HasSuffix(name, "migration.md") {
+				p.must(t, 200, "PUT", p.url(t)+"/v1/subscriptions/check", `{"stream":"jobs"}`)
+				awaitBacklog(t, p, "check", 21)
+			}
+		})
+	}
+}
+
+// awaitBacklog waits until a subscription has so many messages before it.
+func awaitBacklog(t *testing.T, p *process, sub string, n int) {
+	t.Helper()
+	text := ""
+	for end := time.Now().Add(patience); time.Now().Before(end); time.Sleep(20 * time.Millisecond) {
+		if text = p.must(t, 200, "GET", p.url(t)+"/v1/subscriptions/"+sub, ""); strings.Contains(text, fmt.Sprintf(`"backlog":%d,`, n)) {
+			return
 		}
 	}
-	cmd := exec.Command("sh", "-c", script)
-	cmd.Dir = home
-	cmd.Env = append(os.Environ(), "CURL_HOME="+home, "HOME="+home)
-	out, err := cmd.CombinedOutput()
-	if got := strings.ReplaceAll(string(out), "\n\n", "\n"); err != nil || got != want || want == "" {
-		t.Errorf("%v: the commands print\n%s\nthe page says\n%s", err, got, want)
-	}
+	t.Errorf("want a backlog of %d: %s", n, text)
+}
+
+// inAnyOrder sorts lines, and drops empty ones.
+func inAnyOrder(s string) string {
+	lines := slices.DeleteFunc(strings.Split(s, "\n"), func(l string) bool { return strings.TrimSpace(l) == "" })
+	slices.Sort(lines)
+	return strings.Join(lines, "\n")
 }
 
 // The broker gets the settings of the first command, the others are run as they stand. No secret is logged, whatever is.
@@ -285,7 +384,7 @@ func TestReadmeMigrations(t *testing.T) {
 	}
 }
 
-// asGoose makes this test binary the goose command line, as far as the README uses it.
+// asGoose makes this test binary the goose command line, as far as the pages use it.
 const asGoose = "FERRYMQ_TEST_GOOSE"
 
 func gooseMain() error {
@@ -294,8 +393,8 @@ func gooseMain() error {
 	if err := f.Parse(os.Args[1:]); err != nil {
 		return err
 	}
-	if f.NArg() != 3 || f.Arg(0) != "postgres" || f.Arg(2) != "up" {
-		return errors.New("only: postgres DSN up")
+	if f.NArg() != 3 || f.Arg(0) != "postgres" || f.Arg(2) != "up" && f.Arg(2) != "down" {
+		return errors.New("only: postgres DSN up|down")
 	}
 	config, err := pgx.ParseConfig(f.Arg(1))
 	if err != nil {
@@ -303,7 +402,7 @@ func gooseMain() error {
 	}
 	conn := stdlib.OpenDB(*config)
 	defer conn.Close()
-	return errors.Join(goose.SetDialect("postgres"), setTable(*table), goose.Up(conn, *dir))
+	return errors.Join(goose.SetDialect("postgres"), setTable(*table), goose.RunContext(context.Background(), f.Arg(2), conn, *dir))
 }
 
 func setTable(name string) error {
@@ -375,53 +474,94 @@ func settingsTable(t *testing.T) string {
 	return b.String()
 }
 
-// The design names tests and scripts: they exist.
+// The design and the guarantees name tests and scripts: they exist, in the package that is said.
 func TestDesignNamesTests(t *testing.T) {
 	t.Parallel()
-	page, err := os.ReadFile("docs/design.md")
+	files, err := filepath.Glob("*_test.go")
 	if err != nil {
 		t.Fatal(err)
 	}
-	var all strings.Builder
-	for _, pattern := range []string{"*_test.go", "*/*_test.go"} {
-		files, _ := filepath.Glob(pattern)
-		for _, f := range files {
-			b, err := os.ReadFile(f)
-			if err != nil {
-				t.Fatal(err)
-			}
-			all.Write(b)
+	for _, pattern := range []string{"*/*_test.go", "*/*/*_test.go"} {
+		more, _ := filepath.Glob(pattern)
+		files = append(files, more...)
+	}
+	names := make(map[string][]string) // packages of a test; main is ""
+	declared := regexp.MustCompile(`(?m)^func ((?:Test|Fuzz)[A-Z]\w*)\(`)
+	for _, f := range files {
+		b, err := os.ReadFile(f)
+		if err != nil {
+			t.Fatal(err)
+		}
+		pkg := ""
+		if dir := filepath.Dir(f); dir != "." {
+			pkg = filepath.Base(dir)
+		}
+		for _, m := range declared.FindAllSubmatch(b, -1) {
+			names[string(m[1])] = append(names[string(m[1])], pkg)
 		}
 	}
-	for _, m := range regexp.MustCompile("`(?:[a-z]+\\.)?(Test[A-Z][A-Za-z]*)`").FindAllSubmatch(page, -1) {
-		if !strings.Contains(all.String(), "func "+string(m[1])+"(t *testing.T)") {
-			t.Errorf("docs/design.md names %s, which is gone", m[1])
+	for page, strict := range map[string]bool{"docs/design.md": false, "docs/guarantees.md": true} {
+		text, err := os.ReadFile(page)
+		if err != nil {
+			t.Fatal(err)
 		}
-	}
-	for _, list := range regexp.MustCompile("scripts? (`[a-z_]+`(?:, `[a-z_]+`)*)").FindAllSubmatch(page, -1) {
-		for _, m := range regexp.MustCompile("[a-z_]+").FindAllString(string(list[1]), -1) {
-			if _, err := os.Stat("contract/testdata/" + m + ".txt"); err != nil {
-				t.Errorf("docs/design.md names the script %s: %v", m, err)
+		found := regexp.MustCompile("`(?:([a-z]+)\\.)?((?:Test|Fuzz)[A-Z][A-Za-z]*)(/[a-z]+)?`").FindAllStringSubmatch(string(text), -1)
+		for _, m := range found {
+			pkg, name := m[1], m[2]
+			if len(names[name]) == 0 || (pkg != "" || strict) && !slices.Contains(names[name], pkg) {
+				t.Errorf("%s names %s, which is in %q", page, m[0], names[name])
 			}
+		}
+		lists := regexp.MustCompile("scripts? (`[a-z0-9_]+`(?:, `[a-z0-9_]+`)*)").FindAllSubmatch(text, -1)
+		for _, list := range lists {
+			for _, m := range regexp.MustCompile("[a-z0-9_]+").FindAllString(string(list[1]), -1) {
+				if _, err := os.Stat("contract/testdata/" + m + ".txt"); err != nil {
+					t.Errorf("%s names the script %s: %v", page, m, err)
+				}
+			}
+		}
+		if len(found) < 20 || len(lists) < 5 {
+			t.Errorf("%s names %d tests and %d lists of scripts", page, len(found), len(lists))
 		}
 	}
 }
 
-// What the README names exists.
+// What the pages link to exists, also within a page.
 func TestReadmeLinks(t *testing.T) {
 	t.Parallel()
-	for _, name := range []string{"README.md", "docs/design.md", "docs/benchmarks.md", "docs/models.md"} {
+	pages, err := filepath.Glob("docs/*.md")
+	if err != nil || len(pages) < 4 {
+		t.Fatal(pages, err)
+	}
+	anchors := func(page string) (all []string) {
+		text, err := os.ReadFile(page)
+		if err != nil {
+			t.Error(err)
+		}
+		for _, m := range regexp.MustCompile(`(?m)^#+ (.*)$`).FindAllSubmatch(text, -1) {
+			heading := regexp.MustCompile("[^a-z0-9 _-]").ReplaceAllString(strings.ToLower(string(m[1])), "")
+			all = append(all, strings.ReplaceAll(heading, " ", "-"))
+		}
+		return all
+	}
+	for _, name := range append(pages, "README.md", "bench/README.md") {
 		b, err := os.ReadFile(name)
 		if err != nil {
 			t.Error(err)
 			continue
 		}
-		for _, m := range regexp.MustCompile(`\]\(([^)#]+)\)`).FindAllStringSubmatch(string(b), -1) {
+		for _, m := range regexp.MustCompile(`\]\(([^)#]*)(?:#([^)]*))?\)`).FindAllStringSubmatch(string(b), -1) {
 			if strings.Contains(m[1], "://") {
 				continue
 			}
-			if _, err := os.Stat(filepath.Join(filepath.Dir(name), m[1])); err != nil {
+			to := name
+			if m[1] != "" {
+				to = filepath.Join(filepath.Dir(name), m[1])
+			}
+			if _, err := os.Stat(to); err != nil {
 				t.Errorf("%s links to %s: %v", name, m[1], err)
+			} else if m[2] != "" && !slices.Contains(anchors(to), m[2]) {
+				t.Errorf("%s links to %s#%s: there is no such heading", name, m[1], m[2])
 			}
 		}
 	}
