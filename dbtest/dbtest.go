@@ -6,9 +6,11 @@
 // parallel, may NOTIFY, and may look at pg_stat_activity. The server does not
 // sync to disk; tests that kill it use [Durable].
 //
-// Two environment variables change this. FERRYMQ_TEST_DSN names a superuser
+// Three environment variables change this. FERRYMQ_TEST_DSN names a superuser
 // connection to a server that already runs, to be used instead.
 // FERRYMQ_KEEP_DB, if not empty, keeps the databases of failed tests.
+// FERRYMQ_TEST_POOLER, if not empty, puts a PgBouncer between what is tested
+// and the server, see [Through].
 //
 // A package that uses dbtest says so once:
 //
@@ -24,6 +26,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgxpool"
 	"go.uber.org/goleak"
 
@@ -36,10 +39,14 @@ const patience = 30 * time.Second
 var mainCalled bool
 
 // Main runs the tests of a package and exits. Tests that pass but leave
-// goroutines behind fail the package. It belongs into TestMain.
-func Main(m *testing.M) {
+// goroutines behind fail the package. It belongs into TestMain. What is given
+// as after runs once the last test has ended.
+func Main(m *testing.M, after ...func()) {
 	mainCalled = true
 	code := m.Run()
+	for _, f := range after {
+		f()
+	}
 	closeAdmin()
 	if code == 0 {
 		err := goleak.Find(
@@ -98,6 +105,9 @@ func Pool(t testing.TB, dsn string, size int) *pgxpool.Pool {
 		t.Fatal(err)
 	}
 	config.MaxConns = int32(size)
+	if strings.HasSuffix(config.ConnConfig.Host, poolerSuffix) { // as the product does
+		config.ConnConfig.DefaultQueryExecMode = pgx.QueryExecModeCacheDescribe
+	}
 	config.ConnConfig.RuntimeParams["timezone"] = "UTC"
 	config.ConnConfig.RuntimeParams["application_name"] = t.Name()[:min(len(t.Name()), 63)]
 	pool, err := pgxpool.NewWithConfig(t.Context(), config)

@@ -38,6 +38,7 @@ type server struct {
 	created  atomic.Int64
 	kept     atomic.Bool
 	template func() (string, error)
+	pooler   *Pooler // nil until Through asks for it
 }
 
 var (
@@ -157,6 +158,9 @@ func closeAdmin() {
 		if err := s.exec(ctx, "drop database if exists "+s.prefix+"_template with (force)"); err != nil {
 			fmt.Fprintln(os.Stderr, "dbtest:", err)
 		}
+	}
+	if s.pooler != nil {
+		s.pooler.Stop()
 	}
 	s.admin.Close()
 }

@@ -39,7 +39,7 @@ func readPidFile(data string) *pidFile {
 		return string(bytes.TrimSpace(lines[n-1]))
 	}
 	pid, _ := strconv.Atoi(line(1))
-	return &pidFile{pid: max(pid, -pid), socket: line(5), ready: line(8) == "ready"}
+	return &pidFile{pid: max(pid, -pid), socket: line(5), ready: line(8) == "ready" || line(8) == "standby"}
 }
 
 // clearLeftover makes the data directory free for a new postmaster. The caller

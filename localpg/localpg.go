@@ -51,6 +51,8 @@ type Options struct {
 	// Settings are server settings, as in postgresql.conf. The ones that
 	// decide where data and socket are belong to this package.
 	Settings map[string]string
+	// Env is more of the server's environment, as NAME=value: for tests of what surrounds it.
+	Env []string
 }
 
 // reserved settings would break what the package promises.
@@ -143,7 +145,7 @@ func Start(ctx context.Context, o Options) (_ *Server, err error) {
 	args = append(args, "-c", "listen_addresses=", "-c", "port=5432",
 		"-c", `unix_socket_directories="`+strings.ReplaceAll(s.socketDir, `"`, `""`)+`"`)
 	s.cmd = exec.Command(filepath.Join(bin.dir, "postgres"), args...)
-	s.cmd.Dir, s.cmd.Env, s.cmd.SysProcAttr = "/", childEnv(), childAttr(acc.credential())
+	s.cmd.Dir, s.cmd.Env, s.cmd.SysProcAttr = "/", append(childEnv(), o.Env...), childAttr(acc.credential())
 	if err := s.launch(); err != nil {
 		return nil, err
 	}
@@ -405,6 +407,14 @@ func (s *Server) Err() error {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	return s.err
+}
+
+// Command is a command that runs as the user of the server and, like the server, does not outlive the thread that starts it.
+func (s *Server) Command(name string, args ...string) *exec.Cmd {
+	cmd := exec.Command(name, args...)
+	attr := *s.cmd.SysProcAttr
+	cmd.Dir, cmd.Env, cmd.SysProcAttr = "/", childEnv(), &attr
+	return cmd
 }
 
 // PID is the process id of the postmaster.
