@@ -19,9 +19,9 @@ import (
 	"time"
 )
 
-// fake speaks push, pop and ack from memory, for one fault at a time.
+// fake speaks push, pop and ack, and the receive and ack of /v1, from memory, for one fault at a time.
 type fake struct {
-	fault  string // "", lose, duplicate, late duplicate, reorder, two leases, wrong payload, no answer, misshapen, 503, ack without answer
+	fault  string // "", lose, duplicate, late duplicate, reorder, two leases, wrong payload, no answer, misshapen, two of a key, 503, ack without answer
 	mu     sync.Mutex
 	wake   chan struct{}
 	queues map[string]*fakeQueue
@@ -241,6 +241,78 @@ func (f *fake) ack(w http.ResponseWriter, r *http.Request) {
 	_ = json.NewEncoder(w).Encode(out)
 }
 
+// subscriptions of the fake are named <stream>-<n>.
+func (f *fake) receive(w http.ResponseWriter, r *http.Request) {
+	var body struct {
+		Max  int     `json:"max_messages"`
+		Wait float64 `json:"wait_seconds"`
+	}
+	_ = json.NewDecoder(r.Body).Decode(&body)
+	sub := r.PathValue("sub")
+	stream := sub[:strings.LastIndexByte(sub, '-')]
+	end := time.After(time.Duration(body.Wait * float64(time.Second)))
+	out := []any{}
+	for waiting := true; waiting && len(out) == 0; {
+		f.mu.Lock()
+		for range body.Max {
+			per := 1
+			if f.fault == "two of a key" {
+				per = 2
+			}
+			got := f.claim(stream, "", sub, per, 1)
+			if got == nil {
+				break
+			}
+			for _, m := range got["messages"].([]map[string]any) {
+				out = append(out, map[string]any{"delivery_id": fmt.Sprintf("dlv_%s/%s", m["partitionId"], m["leaseId"]), "attempt": 1, "lease_expires_at": "2026-03-01T09:00:30.123Z",
+					"message": map[string]any{"id": fmt.Sprint("msg_", m["id"]), "stream": stream, "project": "default", "key": m["partition"], "payload": m["data"],
+						"headers": map[string]any{}, "published_at": "2026-03-01T09:00:00.123Z"}})
+			}
+		}
+		wake := f.wake
+		f.mu.Unlock()
+		if len(out) == 0 {
+			select {
+			case <-end:
+				waiting = false
+			case <-r.Context().Done():
+				return
+			case <-wake:
+			case <-time.After(100 * time.Millisecond):
+			}
+		}
+	}
+	_ = json.NewEncoder(w).Encode(map[string]any{"messages": out})
+}
+
+func (f *fake) ackLanes(w http.ResponseWriter, r *http.Request) {
+	var body struct {
+		IDs []string `json:"delivery_ids"`
+	}
+	_ = json.NewDecoder(r.Body).Decode(&body)
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	f.acks++
+	out := []map[string]any{}
+	sub := r.PathValue("sub")
+	for i, id := range body.IDs {
+		lane, lease, _ := strings.Cut(strings.TrimPrefix(id, "dlv_"), "/")
+		e := map[string]any{"delivery_id": id, "ok": false, "error": "lease lost"}
+		if c := f.queue(sub[:strings.LastIndexByte(sub, '-')]).byID[lane].cursors[sub]; c.lease == lease || f.fault == "two leases" {
+			e = map[string]any{"delivery_id": id, "ok": true}
+			c.until = time.Time{}
+			c.committed = max(c.committed, c.end)
+			if f.fault == "late duplicate" && f.acks == 20 && i == len(body.IDs)-1 {
+				c.committed--
+			}
+		}
+		out = append(out, e)
+	}
+	close(f.wake)
+	f.wake = make(chan struct{})
+	_ = json.NewEncoder(w).Encode(map[string]any{"results": out})
+}
+
 func serve(t *testing.T, fault string) string {
 	t.Helper()
 	f := &fake{fault: fault, wake: make(chan struct{}), queues: map[string]*fakeQueue{}}
@@ -249,6 +321,9 @@ func serve(t *testing.T, fault string) string {
 	mux.HandleFunc("GET /api/v1/pop/queue/{queue}", f.pop)
 	mux.HandleFunc("GET /api/v1/pop/queue/{queue}/partition/{partition}", f.pop)
 	mux.HandleFunc("POST /api/v1/ack/batch", f.ack)
+	mux.HandleFunc("PUT /v1/subscriptions/{sub}", func(w http.ResponseWriter, _ *http.Request) { w.WriteHeader(201) })
+	mux.HandleFunc("POST /v1/subscriptions/{sub}/receive", f.receive)
+	mux.HandleFunc("POST /v1/subscriptions/{sub}/ack", f.ackLanes)
 	s := httptest.NewServer(mux)
 	t.Cleanup(s.Close)
 	return s.URL
@@ -287,6 +362,9 @@ func TestModes(t *testing.T) {
 		"wake queues":    {"wake -parked 10 -messages 20 -gap 1ms -distinct-queues", "wake_p99_ms"},
 		"idle":           {"idle -pollers 50 -queues 5 -duration 300ms -pop-timeout 1s", "pollers"},
 		"partitions":     {"partitions -partitions 100 -consumers 2 -duration 200ms -gap 1ms -active 3", "active_e2e_p50_ms"},
+		"lanes":          {"lanes -messages 3000 -partitions 200 -groups 2 -batch 20", "deliveries_per_s"},
+		"lanes single":   {"lanes -messages 600 -partitions 30 -consumers 20 -batch 1 -work 100us", "ack_p50_ms"},
+		"lanes polling":  {"lanes -messages 300 -partitions 300 -wait=false -preload-batch 7", "pop_p50_ms"},
 		"repeat":         {"push -messages 50 -repeat 3 -queue again", "push_req_per_s"},
 	} {
 		t.Run(name, func(t *testing.T) {
@@ -323,6 +401,21 @@ func TestCheckerCatches(t *testing.T) {
 				}
 			})
 		}
+	}
+}
+
+func TestLaneCheckerCatches(t *testing.T) {
+	for fault, want := range map[string]string{
+		"lose": "lost", "duplicate": "duplicate", "late duplicate": "duplicate", "reorder": "order", "two leases": "two holders", "wrong payload": "payload", "two of a key": "two of a key",
+	} {
+		t.Run(fault, func(t *testing.T) {
+			t.Parallel()
+			code, r := runBench(t, "lanes", "-url", serve(t, fault), "-messages", "1000", "-producers", "4", "-consumers", "4", "-preload-batch", "5",
+				"-partitions", "20", "-batch", "8", "-stall", "2s", "-work", map[bool]string{true: "5ms", false: "0s"}[fault == "two leases"])
+			if code != 1 || len(r.Runs) != 1 || r.Runs[0].Check.Violations[want] == 0 {
+				t.Errorf("exit code %d, want 1 with %q: %+v", code, want, r.Runs)
+			}
+		})
 	}
 }
 
@@ -369,7 +462,7 @@ func TestInterrupt(t *testing.T) {
 }
 
 func TestUsage(t *testing.T) {
-	for _, args := range []string{"", "nothing", "push -size 3", "push -url https://x", "push -batch 0", "drain -preloaded", "push x"} {
+	for _, args := range []string{"", "nothing", "push -size 1", "drain -size 3", "push -size 10 -verify", "push -snapshot 1m", "cycle -snapshot 1m", "push -url https://x", "push -batch 0", "drain -preloaded", "push x"} {
 		if code := bench(t.Context(), strings.Fields(args)); code != 2 {
 			t.Errorf("%q: exit code %d, want 2", args, code)
 		}
@@ -424,7 +517,10 @@ func TestScannerAgainstEncodingJSON(t *testing.T) {
 
 func FuzzScanner(f *testing.F) {
 	f.Add([]byte(`{"messages":[{"transactionId":"a","data":"\\"}]}`))
+	f.Add([]byte(`{"messages":[{"delivery_id":"a","message":{"key":"k","payload":"\\"}}],"results":[{"ok":true}]}`))
 	f.Fuzz(func(_ *testing.T, b []byte) {
+		_, _ = parseReceive(b, nil)
+		_, _ = parseSettled(b, nil)
 		_, _ = parsePop(b, nil)
 		_, _ = parseResults(b, nil)
 	})

@@ -33,7 +33,7 @@ type config struct {
 	messages                                    int64
 	rate                                        float64
 	duration, warmup, popTimeout, lease, stall  time.Duration
-	gap, pgSettle, work                         time.Duration
+	gap, pgSettle, work, snapshot               time.Duration
 	brokerPIDs                                  []int
 	pgPID                                       int
 }
@@ -94,14 +94,14 @@ func parse(name string, m mode, args []string) (*config, error) {
 	f.IntVar(&c.batch, "batch", m.batch, "messages per push; per pop too, unless -pop-batch")
 	f.IntVar(&c.popBatch, "pop-batch", 0, "messages per pop (default: -batch)")
 	f.IntVar(&c.popPartitions, "pop-partitions", m.popPartitions, "partitions per pop")
-	f.IntVar(&c.partitions, "partitions", 0, "partitions (default 256; wake: -parked; partitions: 10000)")
-	f.IntVar(&c.spread, "spread", 1, "partitions one push goes to")
-	f.IntVar(&c.size, "size", 256, "bytes of a payload, as JSON text")
+	f.IntVar(&c.partitions, "partitions", 0, "partitions (default 256; wake: -parked; partitions, lanes: 10000)")
+	f.IntVar(&c.spread, "spread", 0, "partitions one push goes to (default 1; lanes: as many as it has messages)")
+	f.IntVar(&c.size, "size", 256, "bytes of a payload, as JSON text; below 54 it has no room for who it is: push only, not checked")
 	f.BoolVar(&c.object, "object", false, "payload is an object, not a string")
 	f.BoolVar(&c.noTxid, "no-txid", false, "push without transactionId")
-	f.Int64Var(&c.messages, "messages", 0, "stop after so many messages (drain: preload, default 200000)")
+	f.Int64Var(&c.messages, "messages", 0, "stop after so many messages (drain, lanes: preload, default 200000)")
 	f.DurationVar(&c.duration, "duration", 0, "stop after so long (default 10s, if -messages is not given either)")
-	f.IntVar(&c.preloadBatch, "preload-batch", 100, "drain: messages per push of the preload")
+	f.IntVar(&c.preloadBatch, "preload-batch", 100, "drain, lanes: messages per push of the preload")
 	f.BoolVar(&c.preloaded, "preloaded", false, "drain: -queue was filled by an earlier bench push with the same -partitions, -producers, -size; -messages of them")
 	f.BoolVar(&c.wait, "wait", true, "long poll")
 	f.DurationVar(&c.popTimeout, "pop-timeout", m.popTimeout, "timeout of a long poll")
@@ -116,6 +116,7 @@ func parse(name string, m mode, args []string) (*config, error) {
 	f.IntVar(&c.pollers, "pollers", 10000, "idle: long polls")
 	f.IntVar(&c.queues, "queues", 1, "idle: queues they wait on")
 	f.IntVar(&c.active, "active", 1, "partitions: how many are used in the last phase")
+	f.DurationVar(&c.snapshot, "snapshot", 0, "cycle, needs -dsn: run for a minute, hold a snapshot for so long, run another minute; rates of each minute")
 	f.BoolVar(&c.verify, "verify", false, "push: drain and check afterwards, outside the window")
 	f.BoolVar(&c.check, "check", true, "check loss, duplicates, order, leases, payloads")
 	f.BoolVar(&c.shape, "shape", true, "compare sampled answers with the contract key by key")
@@ -159,16 +160,19 @@ func (c *config) complete(name string, urls, pushURLs, pids list) (err error) {
 		c.popBatch = c.batch
 	}
 	switch {
-	case c.messages == 0 && name == "drain" && !c.preloaded:
+	case c.messages == 0 && (name == "drain" && !c.preloaded || name == "lanes"):
 		c.messages = 200000
 	case c.messages == 0 && c.duration == 0 && name != "drain":
 		c.duration = 10 * time.Second
 	}
 	if c.partitions == 0 {
-		c.partitions = map[string]int{"wake": c.consumers, "partitions": 10000, "idle": 1}[name]
+		c.partitions = map[string]int{"wake": c.consumers, "partitions": 10000, "lanes": 10000, "idle": 1}[name]
 		if c.partitions == 0 {
 			c.partitions = 256
 		}
+	}
+	if c.spread == 0 && name == "lanes" {
+		c.spread = c.preloadBatch
 	}
 	switch name {
 	case "wake":
@@ -181,8 +185,14 @@ func (c *config) complete(name string, urls, pushURLs, pids list) (err error) {
 			c.queues = c.pollers
 		}
 	}
-	if min := headerLen + objectFrame; c.size < min {
-		return fmt.Errorf("-size must be at least %d", min)
+	if min := headerLen + objectFrame; c.size < min && (name != "push" || c.verify || c.size < stringFrame) {
+		return fmt.Errorf("-size must be at least %d, for push without -verify %d", min, stringFrame)
+	}
+	if c.snapshot != 0 {
+		if name != "cycle" || c.dsn == "" {
+			return fmt.Errorf("-snapshot is for cycle and needs -dsn")
+		}
+		c.duration = c.snapshot + 2*time.Minute
 	}
 	if c.batch < 1 || c.producers < 1 || c.consumers < 1 || c.groups < 1 || c.partitions < 1 || c.repeat < 1 || c.rate <= 0 {
 		return fmt.Errorf("counts must be at least 1")
@@ -202,7 +212,7 @@ func execute(ctx context.Context, name string, c *config, n int) (runResult, err
 		r.queue = fmt.Sprintf("%s-%08x-%d", c.queue, r.id, n+1)
 	}
 	writers := c.producers
-	if name == "drain" && !c.preloaded || name == "wake" {
+	if name == "drain" && !c.preloaded || name == "wake" || name == "lanes" {
 		writers = min(c.producers, c.partitions)
 	}
 	r.ck = newChecker(c, r.id, c.groups, streams(c, writers))

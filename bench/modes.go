@@ -2,6 +2,7 @@ package main
 
 import (
 	"context"
+	"fmt"
 	"math/rand/v2"
 	"sync"
 	"sync/atomic"
@@ -26,6 +27,7 @@ var modes = map[string]mode{
 	"wake":       {wake, "push one at a time to parked consumers", 8, 200, 1, 1, 60 * time.Second},
 	"idle":       {idle, "hold many long polls and watch what they cost", 1, 1, 1, 1, 5 * time.Minute},
 	"partitions": {partitions, "create many partitions, drain them, then use a few", 8, 8, 100, 100, 5 * time.Second},
+	"lanes":      {lanes, "preload many keys, then consumers of a subscription receive and ack until all is gone", 8, 8, 100, 1, 5 * time.Second},
 }
 
 // measure puts the probe around what load does; load answers the messages and the seconds they took.
@@ -74,9 +76,15 @@ func drain(r *run) error {
 	c := r.c
 	if !c.preloaded {
 		r.preload()
-		if c.dsn != "" {
-			r.pause(c.pgSettle) // so that its commits are not counted as the drain's
-		}
+	}
+	return r.drain()
+}
+
+// drain measures consumers until everything is acked.
+func (r *run) drain() error {
+	c := r.c
+	if !c.preloaded && c.dsn != "" {
+		r.pause(c.pgSettle) // so that the commits of the preload are not counted
 	}
 	n, took, err := r.measure(func() (int64, time.Duration) {
 		start := now()
@@ -114,8 +122,38 @@ func (r *run) flow(load func()) error {
 
 func cycle(r *run) error {
 	return r.flow(func() {
+		if r.c.snapshot > 0 {
+			ctx, cancel := context.WithCancel(r.ctx)
+			var wg sync.WaitGroup
+			wg.Go(func() { r.minutes(ctx) })
+			wg.Go(func() {
+				if err := r.holdSnapshot(ctx, time.Minute, r.c.snapshot); err != nil && ctx.Err() == nil {
+					r.fail("snapshot: %s", reason(err))
+				}
+			})
+			defer wg.Wait()
+			defer cancel()
+		}
 		r.produce(r.c.producers, r.c.batch, perStream(r.c.batch, r.c.spread), r.c.messages, r.c.duration)
 	})
+}
+
+// minutes adds what was pushed and acked in each minute, a second, until ctx ends.
+func (r *run) minutes(ctx context.Context) {
+	t := time.NewTicker(time.Minute)
+	defer t.Stop()
+	var stored, acks int64
+	for n := 1; ; n++ {
+		select {
+		case <-ctx.Done():
+			return
+		case <-t.C:
+		}
+		s, a := r.stored.Load(), r.acks.Load()
+		r.rate(fmt.Sprintf("minute_%02d_push_msg_per_s", n), s-stored, time.Minute)
+		r.rate(fmt.Sprintf("minute_%02d_acked_msg_per_s", n), a-acks, time.Minute)
+		stored, acks = s, a
+	}
 }
 
 // live sends on a fixed schedule. Whoever of the producers is free takes the next message;

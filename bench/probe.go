@@ -199,12 +199,7 @@ func (p *probe) readPG(c *counters) error {
 	}
 	ctx, cancel := context.WithTimeout(context.Background(), 30*time.Second)
 	defer cancel()
-	cfg, err := pgx.ParseConfig(p.c.dsn)
-	if err != nil {
-		return err
-	}
-	cfg.DefaultQueryExecMode = pgx.QueryExecModeSimpleProtocol
-	pg, err := pgx.ConnectConfig(ctx, cfg)
+	pg, err := connect(ctx, p.c.dsn)
 	if err != nil {
 		return err
 	}
@@ -228,6 +223,38 @@ func (p *probe) readPG(c *counters) error {
 		c.tables[name] = h
 		return nil
 	})
+	return err
+}
+
+func connect(ctx context.Context, dsn string) (*pgx.Conn, error) {
+	cfg, err := pgx.ParseConfig(dsn)
+	if err != nil {
+		return nil, err
+	}
+	cfg.DefaultQueryExecMode = pgx.QueryExecModeSimpleProtocol
+	return pgx.ConnectConfig(ctx, cfg)
+}
+
+// holdSnapshot keeps a transaction open that has a snapshot and an id of its own, from after on for so long.
+func (r *run) holdSnapshot(ctx context.Context, after, long time.Duration) error {
+	select {
+	case <-ctx.Done():
+		return nil
+	case <-time.After(after):
+	}
+	pg, err := connect(ctx, r.c.dsn)
+	if err != nil {
+		return err
+	}
+	defer func() { _ = pg.Close(context.WithoutCancel(ctx)) }()
+	if _, err := pg.Exec(ctx, "begin isolation level repeatable read; select txid_current()"); err != nil {
+		return err
+	}
+	select {
+	case <-ctx.Done():
+	case <-time.After(long):
+	}
+	_, err = pg.Exec(context.WithoutCancel(ctx), "rollback")
 	return err
 }
 

@@ -39,6 +39,10 @@ type id struct {
 }
 
 func (p id) appendPayload(dst []byte, size int, object bool) []byte {
+	if size < headerLen+objectFrame {
+		at := int(p.seq) % (len(pool) - size)
+		return append(append(append(dst, '"'), pool[at:at+size-stringFrame]...), '"')
+	}
 	var raw [headerLen / 2]byte
 	binary.BigEndian.PutUint32(raw[0:], p.run)
 	binary.BigEndian.PutUint32(raw[4:], p.stream)
