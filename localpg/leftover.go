@@ -127,9 +127,10 @@ func serversIn(data string, pf *pidFile) []int {
 		if cwd, err := os.Readlink(filepath.Join("/proc", e.Name(), "cwd")); err != nil || cwd != real {
 			continue
 		}
-		// A shell that happens to stand in the directory is none of ours.
+		// A shell that happens to stand in the directory is none of ours. A process that is ending has no program any more while its memory
+		// is being taken down, and as long as a part of that is shared no new server starts.
 		exe, err := os.Readlink(filepath.Join("/proc", e.Name(), "exe"))
-		if err == nil && strings.Contains(filepath.Base(exe), "postgres") {
+		if errors.Is(err, os.ErrNotExist) || err == nil && strings.Contains(filepath.Base(exe), "postgres") {
 			pids = append(pids, pid)
 		}
 	}

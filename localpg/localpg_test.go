@@ -10,6 +10,7 @@ import (
 	"os/exec"
 	"os/user"
 	"path/filepath"
+	"runtime"
 	"strconv"
 	"strings"
 	"sync"
@@ -321,6 +322,36 @@ func TestPostmasterKilled(t *testing.T) {
 	s = start(t, dir)
 	if got := query(t, s, "select x from kept"); got != "here" {
 		t.Errorf("after a crash: %q", got)
+	}
+}
+
+// A process that is ending has no program long before the memory that it shares is free: it still counts. A row of killed servers has such
+// moments, which last longer the more memory there is.
+func TestEndingProcessCounts(t *testing.T) {
+	t.Parallel()
+	dir := clusterDir(t)
+	data := filepath.Join(dir, "pg")
+	for range 5 {
+		s, err := Start(t.Context(), Options{Dir: dir, Settings: map[string]string{"fsync": "off", "shared_buffers": "1GB"}})
+		if err != nil {
+			t.Fatal(err)
+		}
+		pf := readPidFile(data)
+		all := serversIn(data, pf)
+		for _, pid := range all {
+			if err := syscall.Kill(pid, syscall.SIGKILL); err != nil {
+				t.Fatal(err)
+			}
+		}
+		for len(serversIn(data, pf)) > 0 {
+			runtime.Gosched()
+		}
+		for _, pid := range all {
+			if _, err := os.Readlink(fmt.Sprintf("/proc/%d/cwd", pid)); err == nil {
+				t.Errorf("process %d is still there", pid)
+			}
+		}
+		s.Stop()
 	}
 }
 
