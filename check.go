@@ -64,7 +64,7 @@ func migrateCommand() command {
 				}
 				fmt.Fprintf(c.err, "schema %d, wanted %d\n", have, known)
 				if err := schema.Migrate(ctx, dsn); err != nil {
-					return errors.New(db.Text(err))
+					return errors.New(db.Text(err).String())
 				}
 			case "down":
 				if *to < 0 {
@@ -79,11 +79,11 @@ func migrateCommand() command {
 					return usageError(fmt.Sprintf("this takes the schema from version %d to %d and drops what the newer tables hold: say -yes", have, *to))
 				}
 				if err := schema.Revert(ctx, dsn, *to); err != nil {
-					return errors.New(db.Text(err))
+					return errors.New(db.Text(err).String())
 				}
 			}
 			if have, err = applied(ctx, dsn); err != nil {
-				return errors.New(db.Text(err))
+				return errors.New(db.Text(err).String())
 			}
 			fmt.Fprintf(c.out, "schema %d\n", have)
 			return nil
@@ -204,7 +204,7 @@ func (k *checker) database(ctx context.Context, c *Config) {
 		after = time.Now()
 	}
 	if err != nil {
-		k.fail("database", "see that the address, role, password and database of DATABASE_URL (or PGHOST) are right, and that it can be reached from here", "%s", strings.ReplaceAll(db.Text(redact(err)), "\n\t", " "))
+		k.fail("database", "see that the address, role, password and database of DATABASE_URL (or PGHOST) are right, and that it can be reached from here", "%s", strings.ReplaceAll(db.Text(redact(err)).String(), "\n\t", " "))
 		return
 	}
 	k.ok("database", "PostgreSQL %s, database %s, role %s", s.VersionText, printable(s.Database), printable(s.Role))
@@ -214,19 +214,11 @@ func (k *checker) database(ctx context.Context, c *Config) {
 	have := k.schema(ctx, c, pool, s)
 	k.permissions(ctx, q, s, have)
 
-	off := 0
-	for _, x := range []struct{ name, value, loss string }{
-		{"fsync", s.Fsync, "a crash of its host can damage everything"},
-		{"full_page_writes", s.FullPageWrites, "a crash of its host can damage pages"},
-		{"synchronous_commit", s.SynchronousCommit, "a crash of the server loses the last moments of what was answered with success"},
-		{"autovacuum", s.Autovacuum, "tables grow without end, and slow down within hours"},
-	} {
-		if x.value == "off" {
-			off++
-			k.fail("durability", "set "+x.name+" = on", "%s is off: %s", x.name, x.loss)
-		}
+	off := hazards(s)
+	for _, x := range off {
+		k.fail("durability", "set "+x.name+" = on", "%s is off: %s", x.name, x.loss)
 	}
-	if off == 0 {
+	if len(off) == 0 {
 		k.ok("durability", "fsync, full_page_writes and autovacuum are on, synchronous_commit is %s", s.SynchronousCommit)
 	}
 
@@ -269,6 +261,27 @@ func (k *checker) database(ctx context.Context, c *Config) {
 			k.ok("brokers", "%d run on this database", n)
 		}
 	}
+}
+
+// missing is a setting of a database that is off, and what that may cost.
+type missing struct{ name, loss string }
+
+// hazards are the settings of a database without which what was answered with success may be lost, or it becomes unusable.
+func hazards(s db.CheckServerRow) (off []missing) {
+	for _, x := range []struct {
+		value string
+		missing
+	}{
+		{s.Fsync, missing{"fsync", "a crash of its host can damage everything"}},
+		{s.FullPageWrites, missing{"full_page_writes", "a crash of its host can damage pages"}},
+		{s.SynchronousCommit, missing{"synchronous_commit", "a crash of the server loses the last moments of what was answered with success"}},
+		{s.Autovacuum, missing{"autovacuum", "tables grow without end, and slow down within hours"}},
+	} {
+		if x.value == "off" {
+			off = append(off, x.missing)
+		}
+	}
+	return off
 }
 
 // schema returns the version of what the database has.

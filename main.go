@@ -75,7 +75,7 @@ func run(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
-	log := newLogger(config)
+	log, quiet := newLogger(config)
 
 	network := "tcp"
 	if net.ParseIP(config.BindAddr).To4() != nil {
@@ -143,7 +143,8 @@ func run(ctx context.Context) error {
 		}
 		return err
 	}
-	log.Info("ready", "flushers", config.GroupCommitWidth, "connections", config.DBPoolSize, "schema", schema.Known())
+	quiet.watch(ctx, pool.Ping)
+	banner(ctx, config, log, pool)
 	if embedded != nil && config.auth == nil {
 		fmt.Fprintf(os.Stderr, "\nTry it:\n  curl -s -X POST http://%[1]s/api/v1/push -d '{\"items\":[{\"queue\":\"hello\",\"payload\":{\"n\":1}}]}'\n"+
 			"  curl -s 'http://%[1]s/api/v1/pop/queue/hello?wait=true&autoAck=true'\n\n", listener.Addr())
@@ -172,6 +173,28 @@ func run(ctx context.Context) error {
 	return failure
 }
 
+// banner says what is on, where, and how safe it is.
+func banner(ctx context.Context, c *Config, log *slog.Logger, pool *pgxpool.Pool) {
+	authentication, encryption := "off", "off"
+	switch {
+	case c.auth != nil && bool(c.JWTEnabled):
+		authentication = "API keys and JWT"
+	case c.auth != nil:
+		authentication = "API keys"
+	}
+	if c.keys != nil {
+		encryption = "on"
+	}
+	at := pool.Config().ConnConfig
+	log.Info("ready", "schema", schema.Known(), "database", at.Database, "host", at.Host, "authentication", authentication, "encryption", encryption,
+		"connections", c.DBPoolSize, "flushers", c.GroupCommitWidth)
+	if s, err := db.New(db.Patient{Pool: pool}).CheckServer(ctx); err == nil {
+		for _, x := range hazards(s) {
+			log.Warn(x.name+" is off in this database: "+x.loss, "fix", "set "+x.name+" = on")
+		}
+	}
+}
+
 // exposed says whether others than this machine reach a broker without authentication.
 func exposed(c *Config) bool {
 	ip := net.ParseIP(c.BindAddr)
@@ -188,14 +211,6 @@ func pools(ctx context.Context, c *Config, dsn string) (pool, flights *pgxpool.P
 		flights.Close()
 	}
 	return pool, flights, err
-}
-
-func newLogger(c *Config) *slog.Logger {
-	o := &slog.HandlerOptions{Level: c.LogLevel}
-	if c.LogFormat == "json" {
-		return slog.New(slog.NewJSONHandler(os.Stderr, o))
-	}
-	return slog.New(slog.NewTextHandler(os.Stderr, o))
 }
 
 // startPostgres starts the private PostgreSQL. It is as durable as any: only its size is set for a small machine.

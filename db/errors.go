@@ -65,11 +65,23 @@ func IsPoison(err error) bool {
 	return false
 }
 
-// Text is an error for the log: bounded, because encoding errors of pgx print whole arguments.
-func Text(err error) string {
+// Reason is an error for the log: bounded, because encoding errors of pgx print whole arguments.
+type Reason struct {
+	text string
+	Away bool // there was no connection to the database, or it broke
+}
+
+// Text is the reason of an error.
+func Text(err error) Reason {
 	s := err.Error()
 	if len(s) > 500 {
 		s = s[:500] + "…"
 	}
-	return s
+	return Reason{text: s, Away: IsConnection(err)}
 }
+
+// String is what the error said.
+func (r Reason) String() string { return r.text }
+
+// MarshalText is String, for logs.
+func (r Reason) MarshalText() ([]byte, error) { return []byte(r.text), nil }

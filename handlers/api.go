@@ -330,7 +330,7 @@ func (a *API) fail(w http.ResponseWriter, r *http.Request, err error) int {
 	case r.Context().Err() != nil: // the client has gone: nobody reads this
 		known = &httpError{status: http.StatusServiceUnavailable, text: "cancelled"}
 	default:
-		a.Log.Error("request failed", "method", r.Method, "path", r.URL.Path, "error", err)
+		a.Log.Error("request failed", "method", r.Method, "path", r.URL.Path, "error", db.Text(err))
 		known = &httpError{status: http.StatusInternalServerError, text: "query failed"}
 	}
 	body := known.raw

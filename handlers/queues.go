@@ -8,6 +8,7 @@ import (
 	"strconv"
 
 	"ferrymq/catalog"
+	"ferrymq/db"
 	"ferrymq/metrics"
 )
 
@@ -360,7 +361,7 @@ func (a *API) databaseError(r *request, err error, text string) error {
 	}
 	a.Metrics.Total(metrics.DatabaseErrors, 1)
 	if !errors.Is(err, errUnknown) { // whose flush has said it
-		a.Log.Error(text, "path", r.URL.Path, "error", err)
+		a.Log.Error(text, "path", r.URL.Path, "error", db.Text(err))
 	}
 	return failed(text)
 }

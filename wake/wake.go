@@ -172,7 +172,7 @@ func (b *Bus) supervise(what string, work func(ctx context.Context, conn *pgx.Co
 		if time.Since(began) > time.Minute {
 			wait = 50 * time.Millisecond
 		}
-		b.o.Log.Warn(what+" failed, trying again", "wait", wait.Round(time.Millisecond), "error", err)
+		b.o.Log.Warn(what+" failed, trying again", "wait", wait.Round(time.Millisecond), "error", db.Text(err))
 		select {
 		case <-b.stop.Done():
 		case <-time.After(wait/2 + rand.N(wait)):
