@@ -124,7 +124,8 @@ func TestGivenUpAtHandout(t *testing.T) {
 	close(ending)
 	consumer.Wait()
 	t.Logf("%d of %d came after a lease of nobody", expired.Load(), messages)
-	if int(expired.Load())*20 > messages {
+	// One in twenty, or in ten on a busy machine; one in four, or three, if nothing is given back.
+	if int(expired.Load())*5 > messages {
 		t.Errorf("%d of %d came after a lease of nobody", expired.Load(), messages)
 	}
 }
