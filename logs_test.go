@@ -133,6 +133,37 @@ func TestLogOfAnOutage(t *testing.T) {
 	}
 }
 
+// A database that takes no writes is as good as none, however well it answers.
+func TestLogOfAReadOnlyDatabase(t *testing.T) {
+	t.Parallel()
+	dsn := dbtest.New(t)
+	admin := dbtest.Pool(t, dsn, 1)
+	p := spawn(t, "DATABASE_URL="+dsn)
+	u := p.ready(t)
+	set := func(to string) {
+		t.Helper()
+		for _, sql := range []string{"begin read write; do $$ begin execute format('alter database %I " + to + "', current_database()); end $$; commit",
+			"select pg_terminate_backend(pid) from pg_stat_activity where datname = current_database() and pid <> pg_backend_pid()"} {
+			if _, err := admin.Exec(t.Context(), sql); err != nil {
+				t.Fatal(err)
+			}
+		}
+	}
+	set("set default_transaction_read_only = on")
+	p.await(t, `no connection to the database, trying again`)
+	for began := time.Now(); time.Since(began) < 3*time.Second; {
+		p.call("POST", u+"/api/v1/push", `{"items":[{"queue":"q","payload":1}]}`)
+	}
+	if strings.Contains(p.String(), "answers again") {
+		t.Error("it is said to be back while it is read-only")
+	}
+	set("reset default_transaction_read_only")
+	p.await(t, `the database answers again`)
+	if n := strings.Count(p.String(), "no connection to the database"); n != 1 {
+		t.Errorf("it was said %d times", n)
+	}
+}
+
 // Who runs a broker on a database that may lose things is told, in each start.
 func TestLogOfHazards(t *testing.T) {
 	t.Parallel()

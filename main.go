@@ -143,7 +143,7 @@ func run(ctx context.Context) error {
 		}
 		return err
 	}
-	quiet.watch(ctx, pool.Ping)
+	quiet.watch(ctx, func(ctx context.Context) error { return db.Probe(ctx, pool) })
 	banner(ctx, config, log, pool)
 	if embedded != nil && config.auth == nil {
 		fmt.Fprintf(os.Stderr, "\nTry it:\n  curl -s -X POST http://%[1]s/api/v1/push -d '{\"items\":[{\"queue\":\"hello\",\"payload\":{\"n\":1}}]}'\n"+

@@ -318,6 +318,24 @@ func Check(ctx context.Context, pool *pgxpool.Pool) error {
 	return nil
 }
 
+// Probe asks whether the database answers, and takes writes. If it does not take them, the connections of the pool go: another server may.
+func Probe(ctx context.Context, pool *pgxpool.Pool) error {
+	ctx, cancel := context.WithTimeout(ctx, probeTimeout)
+	defer cancel()
+	var only bool
+	if err := pool.QueryRow(ctx, "select current_setting('transaction_read_only')::boolean", pgx.QueryExecModeExec).Scan(&only); err != nil {
+		return err
+	}
+	if only {
+		pool.Reset()
+		return ErrReadOnly
+	}
+	return nil
+}
+
+// ErrReadOnly means that the server takes no writes, such as a standby.
+var ErrReadOnly = errors.New("the database is read-only")
+
 func unexpected(err error) bool { return errors.Is(err, io.ErrUnexpectedEOF) || errors.Is(err, io.EOF) }
 
 // ErrAcquire means that no connection could be had in time. IsConnection is true of it.

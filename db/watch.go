@@ -10,7 +10,7 @@ import (
 
 const (
 	// suspicious is how long a call may take before its server is asked on another connection whether it still works on it.
-	suspicious = 3 * time.Second
+	suspicious = 2 * time.Second
 	// lookEvery is the time between two such questions. A second answer counts: the first may have crossed with the end of the call.
 	lookEvery = time.Second
 	// probeTimeout bounds a question, and how long a connection that was idle may take to answer before it is used.

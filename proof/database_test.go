@@ -190,7 +190,7 @@ func TestHalfOpen(t *testing.T) {
 				pause(500*time.Millisecond, l.ending)
 				f.db.silenceLines(lost.requests, lost.answers)
 				l.heal()
-				// They are noticed after 5 s. Locks that the server holds for one of them go meanwhile.
+				// They are noticed after 4 s. Locks that the server holds for one of them go meanwhile.
 				if took := l.recovered(); took > busy*recovery {
 					t.Errorf("everything works again only %v after connections went silent", took)
 				} else {
