@@ -99,6 +99,13 @@ func TestTroubleAndActions(t *testing.T) {
 	p.shoot("queues")
 	p.click(`[...document.querySelectorAll("td a")].find((a) => a.innerText === "orders")`)
 	p.says("Queue orders", "billing", "audit", "for the slowest group")
+	await(t, "the chart of what waits ends with what waits", func() bool {
+		return js[bool](p, `(async () => {
+			const groups = (await (await fetch("console/queue?name=orders&project=default", { headers: { "X-FerryMQ-Console": "1" } })).json()).groups;
+			const waiting = groups.reduce((n, g) => n + g.lag, 0);
+			return waiting > 20 && [...document.querySelectorAll("svg.chart")].some((s) => s.getAttribute("aria-label").startsWith("Waiting in the last hour. over all groups: now " + waiting + ", at most " + waiting + " "));
+		})()`)
+	})
 	p.shoot("queue")
 	p.to("#/groups", "Groups and subscriptions")
 	p.says("billing", "mailer", "subscription")

@@ -46,12 +46,23 @@ function hour(series) {
   return points;
 }
 
-function charts(series) {
+// backlog counts back from what waits now, over all groups, by what came and went in each minute. A seek or retention is not in that.
+function backlog(points, groups) {
+  let waiting = groups.reduce((n, g) => n + g.lag, 0);
+  return points.map((p) => p.pushed * groups.length - p.done - p.dead).reverse().map((change) => {
+    const then = waiting;
+    waiting = Math.max(0, waiting - change);
+    return then;
+  }).reverse();
+}
+
+function charts(series, groups) {
   const points = hour(series);
   const perSecond = (of) => points.map((p) => of(p) / 60);
   return h("section", { class: "charts", "aria-label": "The last hour" },
     chart("Messages", "per second", [["published", perSecond((p) => p.pushed)], ["consumed", perSecond((p) => p.done)]]),
     chart("Deliveries", "per second", [["delivered", perSecond((p) => p.delivered)]]),
+    groups && groups.length ? chart("Waiting", "messages", [["over all groups", backlog(points, groups)]]) : null,
     chart("Failures", "per minute", [["failed attempts", points.map((p) => p.failed)], ["dead letters", points.map((p) => p.dead)]]));
 }
 
@@ -129,7 +140,7 @@ const queue = {
         tile("Stored", number(x.queue.messages) + (x.queue.more ? "+" : ""), plural(x.queue.keys, "key", "keys")),
         tile("Dead letters", number(x.queue.dead), x.queue.dead ? h("a", { href: address("dead", { search: x.queue.name }) }, "show") : "none")),
       project === "default" && session.project === null ? h("p", null, h("a", { href: address("messages", { queue: x.queue.name }) }, "Browse its messages")) : null,
-      charts(x.series),
+      charts(x.series, x.groups),
       h("h2", null, "Groups and subscriptions"),
       groupTable(x.groups, address, "Nobody has consumed from this queue."),
     ];
