@@ -17,7 +17,6 @@ import (
 	"github.com/jackc/pgx/v5"
 
 	"ferrymq/dbtest"
-	"ferrymq/localpg"
 )
 
 // away are the answers while there is no database.
@@ -240,16 +239,13 @@ func (f *fleet) background() {
 // standby makes a copy of a server that follows it, and waits until it does.
 func (p *postgres) standby() *postgres {
 	p.t.Helper()
-	bin, _, err := localpg.Installed(p.t.Context())
-	if err != nil {
-		p.t.Fatal(err)
-	}
 	config, err := pgx.ParseConfig(p.server.DSN)
 	if err != nil {
 		p.t.Fatal(err)
 	}
 	dir := dbtest.DataDir(p.t)
-	old, err := filepath.Glob(filepath.Join(dir, "pg", "*"))
+	data := filepath.Join(dir, "pg")
+	old, err := filepath.Glob(filepath.Join(data, "*"))
 	if err != nil {
 		p.t.Fatal(err)
 	}
@@ -258,9 +254,45 @@ func (p *postgres) standby() *postgres {
 			p.t.Fatal(err)
 		}
 	}
-	cmd := p.server.Command(filepath.Join(bin, "pg_basebackup"), "-h", config.Host, "-p", fmt.Sprint(config.Port), "-U", config.User, "-D", filepath.Join(dir, "pg"), "-X", "stream", "-R", "-c", "fast")
-	if out, err := cmd.CombinedOutput(); err != nil {
-		p.t.Fatalf("%v\n%s", err, out)
+	// By hand: not every PostgreSQL comes with pg_basebackup.
+	conn, err := pgx.ConnectConfig(p.t.Context(), config)
+	if err != nil {
+		p.t.Fatal(err)
+	}
+	defer conn.Close(context.Background())
+	if _, err := conn.Exec(p.t.Context(), "select pg_backup_start('standby', true)"); err != nil {
+		p.t.Fatal(err)
+	}
+	copied := p.server.Command("cp", "-R", filepath.Join(p.dir, "pg")+"/.", data)
+	copied.Env = append(copied.Env, "LC_ALL=C")
+	if out, err := copied.CombinedOutput(); err != nil { // some files are gone before it comes to them
+		for line := range strings.Lines(string(out)) {
+			if !strings.Contains(line, "No such file or directory") {
+				p.t.Fatalf("%v\n%s", err, out)
+			}
+		}
+	}
+	var label string
+	if err := conn.QueryRow(p.t.Context(), "select labelfile from pg_backup_stop(false)").Scan(&label); err != nil {
+		p.t.Fatal(err)
+	}
+	owner, err := os.Stat(data)
+	if err != nil {
+		p.t.Fatal(err)
+	}
+	for name, text := range map[string]string{"backup_label": label, "standby.signal": "",
+		"postgresql.auto.conf": fmt.Sprintf("primary_conninfo = 'host=%s port=%d user=%s'\n", config.Host, config.Port, config.User)} {
+		file := filepath.Join(data, name)
+		err := os.WriteFile(file, []byte(text), 0o600)
+		if err == nil && os.Geteuid() == 0 {
+			err = os.Chown(file, int(owner.Sys().(*syscall.Stat_t).Uid), -1)
+		}
+		if err != nil {
+			p.t.Fatal(err)
+		}
+	}
+	if err := os.Remove(filepath.Join(data, "postmaster.pid")); err != nil {
+		p.t.Fatal(err)
 	}
 	s := newPostgres(p.t, dir, p.settings)
 	pool := p.pool()
