@@ -1,6 +1,7 @@
 package handlers
 
 import (
+	"bytes"
 	"errors"
 	"math/rand/v2"
 	"net/http"
@@ -79,7 +80,7 @@ func readOutgoing(d *document) (m outgoing, err error) {
 				return bad("%s must be an object", d.path)
 			}
 			m.headers, err = d.value()
-			if string(m.headers) == "{}" {
+			if len(bytes.Trim(m.headers, "{ \t\r\n}")) == 0 { // an empty object, however it is spelled
 				m.headers = nil
 			}
 		case "delay":
