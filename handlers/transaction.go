@@ -86,7 +86,7 @@ func readTransaction(body []byte) (*call, error) {
 				})
 			case "kv", "timers":
 				raw, err := d.value()
-				extras = extras || !isEmpty(raw)
+				extras = extras || err == nil && !isEmpty(raw)
 				return err
 			}
 			return d.skip()

@@ -1,7 +1,6 @@
 package handlers
 
 import (
-	"bytes"
 	"errors"
 	"math/rand/v2"
 	"net/http"
@@ -80,7 +79,7 @@ func readOutgoing(d *document) (m outgoing, err error) {
 				return bad("%s must be an object", d.path)
 			}
 			m.headers, err = d.value()
-			if len(bytes.Trim(m.headers, "{ \t\r\n}")) == 0 { // an empty object, however it is spelled
+			if err == nil && isEmpty(m.headers) {
 				m.headers = nil
 			}
 		case "delay":
