@@ -170,6 +170,9 @@ func (m *Maintainer) jobs() {
 	}, "looking for jobs")
 }
 
+// foreignKey is the code of a row that others still refer to.
+const foreignKey = "23503"
+
 // errTakenOver means that another broker works on the job by now.
 var errTakenOver = errors.New("job taken over by another broker")
 
@@ -187,6 +190,9 @@ func (m *Maintainer) run(ctx context.Context, job db.JobClaimRow, lease uuid.UUI
 		err = m.Engine.Catalog.Seed(ctx, *job.GroupID)
 	case "delete_queue":
 		err = m.removeQueue(ctx, job.QueueID, next)
+		for tries := 0; db.Code(err) == foreignKey && tries < 10; tries++ { // a partition has come whose creator had begun before the deletion
+			err = m.removeQueue(ctx, job.QueueID, next)
+		}
 	case "delete_group":
 		for more := true; more && err == nil; {
 			if err = next(); err == nil {

@@ -183,6 +183,44 @@ func TestDelete(t *testing.T) {
 	}
 }
 
+// TestRemoveQueueLate: a partition that appears while its deleted queue is being removed, because its creator had begun before, is removed with it.
+func TestRemoveQueueLate(t *testing.T) {
+	t.Parallel()
+	dsn := dbtest.New(t)
+	m := broker(t, dsn)
+	m.id, m.q = uuid.New(), db.New(m.Pool)
+	push(t, m.Engine, "late.q", 3, 1)
+	id, _, err := m.Engine.Catalog.Delete(t.Context(), "late.q")
+	if err != nil {
+		t.Fatal(err)
+	}
+	creator, err := m.Pool.Begin(t.Context())
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer creator.Rollback(context.Background())
+	if _, err := creator.Exec(t.Context(), "insert into ferrymq.partitions (public_id, queue_id, name) values (gen_random_uuid(), $1, 'late')", id); err != nil {
+		t.Fatal(err)
+	}
+	lease := uuid.New()
+	job, err := m.q.JobClaim(t.Context(), db.JobClaimParams{LeaseID: lease})
+	if err != nil || job.Kind != "delete_queue" {
+		t.Fatalf("%+v %v", job, err)
+	}
+	ended := make(chan error, 1)
+	go func() { ended <- m.run(t.Context(), job, lease) }()
+	dbtest.WaitBlocked(t, dbtest.Pool(t, dsn, 1), 1)
+	if err := creator.Commit(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	if err := <-ended; err != nil {
+		t.Errorf("the job: %v", err)
+	}
+	if n := number(t, m.Pool, "select (select count(*) from ferrymq.queues) + (select count(*) from ferrymq.partitions) + (select count(*) from ferrymq.jobs)"); n != 0 {
+		t.Errorf("%d rows are left", n)
+	}
+}
+
 // TestRemoveProject: a worker that ends in the middle of a project's streams has removed each of them whole or not at all; another
 // one does the rest, and touches no other project.
 func TestRemoveProject(t *testing.T) {
