@@ -247,12 +247,15 @@ func (f *flusher) run() {
 // depart sends one board, whatever it takes: again after a deadlock, alone per partition after a lock timeout,
 // in halves after an error that one of them caused.
 func (f *flusher) depart(b *board) {
+	began := time.Now()
 	err := f.flush(b)
 	// Pooled connections may have died unnoticed while they were idle, all of them.
 	for tries := f.e.Flights.Config().MaxConns; errors.Is(err, errNotSent) && tries >= 0; tries-- {
 		err = f.flush(b)
 	}
-	if db.IsRetryable(err) {
+	// A statement that was cancelled before its time was so by somebody else: an administrator, or a pooler that was too late with what another
+	// client had asked for.
+	if db.IsRetryable(err) || db.Code(err) == queryCanceled && time.Since(began) < f.e.StatementTimeout {
 		err = f.flush(b)
 	}
 	switch {

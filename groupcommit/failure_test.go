@@ -272,6 +272,30 @@ func TestKilledFlush(t *testing.T) {
 	b.need(wide("kill.q", "g", 10, 1, soon), "0 1")
 }
 
+// TestCancelledFlush: a flush that somebody else cancels is sent again: nobody but him knows of it.
+func TestCancelledFlush(t *testing.T) {
+	t.Parallel()
+	dsn := dbtest.New(t)
+	b := start(t, dsn, setup{})
+	pool := admin(t, dsn)
+	b.push("cancel.q", "p", item{payload: `"1"`})
+	d := b.pop(wide("cancel.q", "g", 1, 1, soon))
+	release := hold(t, dsn, "select from ferrymq.cursors for update")
+	extend := background(t, func() error {
+		n, _, err := b.Extend(context.Background(), d.Lease, 10)
+		if err == nil && n != 1 {
+			err = fmt.Errorf("%d leases", n)
+		}
+		return err
+	})
+	dbtest.WaitBlocked(t, pool, 1)
+	exec(t, pool, `select pg_cancel_backend(pid) from pg_stat_activity where datname = current_database() and wait_event_type = 'Lock'`)
+	release()
+	if err := extend.wait(t, "the cancelled extend", soon); err != nil {
+		t.Error(err)
+	}
+}
+
 // TestKilledAgain: while connections are killed all the time, pushes that are repeated until they are answered are stored exactly once.
 func TestKilledAgain(t *testing.T) {
 	t.Parallel()
