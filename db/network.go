@@ -19,7 +19,7 @@ const (
 	// deadPeer is how long the other end of a connection may leave what it was sent unacknowledged.
 	deadPeer = 10 * time.Second
 	// connectTimeout is how long connecting to an address may take, nextHost if there is another one to try.
-	connectTimeout, nextHost = 5 * time.Second, 2 * time.Second
+	connectTimeout, nextHost = 3 * time.Second, 2 * time.Second
 	// grace is how long a statement may still take when its caller has gone: one that is cut off costs the connection, and many callers go at
 	// once.
 	grace = time.Second

@@ -13,6 +13,10 @@ const (
 	suspicious = 2 * time.Second
 	// lookEvery is the time between two such questions. A second answer counts: the first may have crossed with the end of the call.
 	lookEvery = time.Second
+	enough    = 2
+	// aftermath is how long it takes less, hasty and once, after a call has been given up: others are likely to wait as that one did.
+	aftermath = 10 * time.Second
+	hasty     = 500 * time.Millisecond
 	// probeTimeout bounds a question, and how long a connection that was idle may take to answer before it is used.
 	probeTimeout = 2 * time.Second
 )
@@ -27,20 +31,14 @@ type watch struct {
 	mu    sync.Mutex
 	calls map[*pgx.Conn]*watched
 	armed bool
+	gone  time.Time // when a call was last given up
 }
 
 type watched struct {
 	since  time.Time // and nothing was heard from then on
 	heard  int64
-	doubts int
+	doubts int // looks in a row in which the server did not work on it, or did not say
 }
-
-// doubts that end a call: the server has said twice in a row that it does not work on it, or three times nothing at all.
-const (
-	notWorking = 3
-	silent     = 2
-	enough     = 6
-)
 
 // begin looks after a call until end.
 func (w *watch) begin(conn *pgx.Conn) {
@@ -66,11 +64,15 @@ func (w *watch) end(conn *pgx.Conn) {
 func (w *watch) look() {
 	suspects := make(map[uint32]*pgx.Conn)
 	w.mu.Lock()
+	patience, doubts := suspicious, enough
+	if time.Since(w.gone) < aftermath {
+		patience, doubts = hasty, 1
+	}
 	for conn, c := range w.calls {
 		if n := heard(conn); n != c.heard { // an answer that is long and slow
 			*c = watched{since: time.Now(), heard: n}
 		}
-		if time.Since(c.since) > suspicious {
+		if time.Since(c.since) > patience {
 			suspects[conn.PgConn().PID()] = conn
 		}
 	}
@@ -91,23 +93,20 @@ func (w *watch) look() {
 	gone := false
 	for pid, conn := range suspects {
 		c := calls[conn]
-		if c == nil || time.Since(c.since) < suspicious { // it has ended, or is another call by now
+		if c == nil || time.Since(c.since) < patience { // it has ended, or is another call by now
 			continue
 		}
-		switch {
-		case err != nil:
-			c.doubts += silent
-		case !working[pid]:
-			c.doubts += notWorking
-		default:
+		if err == nil && working[pid] {
 			c.doubts = 0
+			continue
 		}
-		if c.doubts >= enough {
+		if c.doubts++; c.doubts >= doubts {
 			gone = true
 			_ = conn.PgConn().Conn().Close()
 		}
 	}
 	if gone {
+		w.gone = time.Now()
 		w.reset()
 	}
 }
