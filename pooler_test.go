@@ -10,6 +10,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/google/uuid"
 	"github.com/jackc/pgx/v5"
 
 	"ferrymq/db"
@@ -67,7 +68,7 @@ func (p *process) refused(t *testing.T, url, what string) {
 func woken(t *testing.T, a, b *process, atA, atB string, within time.Duration) {
 	t.Helper()
 	a.must(t, 201, "POST", atA+"/api/v1/push", `{"items":[{"queue":"w","payload":"first"}]}`)
-	a.must(t, 200, "POST", atA+"/v1/streams/letters/messages", `{"messages":[{"payload":"first"}]}`)
+	a.must(t, 200, "POST", atA+"/v1/streams/letters/messages", `{"messages":[{"key":"`+uuid.NewString()+`","payload":"first"}]}`)
 	for _, way := range []struct {
 		p        *process
 		at, body string
@@ -89,7 +90,7 @@ func woken(t *testing.T, a, b *process, atA, atB string, within time.Duration) {
 		time.Sleep(1500 * time.Millisecond) // both wait, and their re-checks have reached the longest interval
 		pushed := time.Now()
 		way.other.must(t, 201, "POST", way.otherAt+"/api/v1/push", `{"items":[{"queue":"w","payload":"`+way.body+`"}]}`)
-		way.other.must(t, 200, "POST", way.otherAt+"/v1/streams/letters/messages", `{"messages":[{"payload":"`+way.body+`"}]}`)
+		way.other.must(t, 200, "POST", way.otherAt+"/v1/streams/letters/messages", `{"messages":[{"key":"`+uuid.NewString()+`","payload":"`+way.body+`"}]}`) // no other message is in front of it
 		for name, c := range map[string]chan answer{"pop": queue, "receive": lane} {
 			got := <-c
 			if took := got.at.Sub(pushed); !strings.Contains(got.body, way.body) || took > within {
